@@ -1,0 +1,7 @@
+"""Puts tools/ and this folder where tests can import them; the package itself is the installed one."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "tools"), str(HERE)]
