@@ -9,7 +9,7 @@ __all__ = ['SKIP', 'OPS', 'TUNABLE', 'source_files', 'Text', 'text_from_bytes', 
            'own_bytes', 'Bar', 'fit', 'bits_per_byte', 'summary', 'print_table', 'draw_losses', 'make_parser',
            'pick_device', 'pick_ops', 'writable', 'resumed', 'set_up', 'describe', 'main', 'finish']
 
-# %% ../nbs/90_train.ipynb #ff8433b9
+# %% ../nbs/90_train.ipynb #5d2b02a5
 import argparse, hashlib, importlib.util, math, os, pickle, resource, signal, statistics, sys, sysconfig, threading, time, warnings, zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# %% ../nbs/90_train.ipynb #ce1fc5a1
+# %% ../nbs/90_train.ipynb #45e50e1f
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 def source_files(
@@ -33,7 +33,7 @@ def source_files(
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
-# %% ../nbs/90_train.ipynb #0c502e64
+# %% ../nbs/90_train.ipynb #2bd7579d
 @dataclass
 class Text:
     "Bytes to learn from and bytes to be judged on."
@@ -53,7 +53,7 @@ def text_from_bytes(train: bytes, val: bytes, files: int = 1) -> Text:
     tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, val)]
     return Text(*tensors, files, hashlib.sha256(train + b"\0" + val).hexdigest())
 
-# %% ../nbs/90_train.ipynb #7b28b844
+# %% ../nbs/90_train.ipynb #8298399e
 def read_text(
     path: str | Path | None = None,  # a directory of Python files or one file; default: the standard library
 ) -> Text:
@@ -72,7 +72,7 @@ def read_text(
         raise ValueError(f"text: too few Python files under {path}; name a directory of source or a text file")
     return text_from_bytes(train, val, len(parts[True]) + len(parts[False]))
 
-# %% ../nbs/90_train.ipynb #3c0fd9c2
+# %% ../nbs/90_train.ipynb #dd037c20
 class Windows:
     "Batches of `length + 1` bytes, cut on the device; a function of the step number and nothing else."
 
@@ -97,14 +97,14 @@ class Windows:
         first = (self.offset + self.stride * self.batch * step) % self.count
         return (first + self.rows) % self.count
 
-# %% ../nbs/90_train.ipynb #d1b1f004
+# %% ../nbs/90_train.ipynb #acd0d114
 def plain_gated_delta_rule(q, k, v, g, beta, **options):
     "The chunked reference of chapter 10, in float32 under autocast too."
     from dormouse_fused.gated_delta import naive_chunk_gated_delta_rule
     with torch.autocast(q.device.type, enabled=False):
         return naive_chunk_gated_delta_rule(q, k, v, g, beta, **options)
 
-# %% ../nbs/90_train.ipynb #c8f88963
+# %% ../nbs/90_train.ipynb #2797d3bc
 OPS = ("dormouse", "fla", "torch")
 
 def mixing_op(
@@ -128,7 +128,7 @@ def mixing_op(
     from dormouse_fused.gated_delta import chunk_gated_delta_rule
     return chunk_gated_delta_rule
 
-# %% ../nbs/90_train.ipynb #f2aace07
+# %% ../nbs/90_train.ipynb #d72f78d7
 class ShortConv(nn.Module):
     "Causal depthwise convolution over time, then SiLU."
 
@@ -141,7 +141,7 @@ class ShortConv(nn.Module):
         padded, weight = F.pad(x, (0, 0, width - 1, 0)), self.weight.to(x.dtype)
         return F.silu(sum(padded[:, j : j + length] * weight[j] for j in range(width)))
 
-# %% ../nbs/90_train.ipynb #18897652
+# %% ../nbs/90_train.ipynb #b4b0a9f9
 class GatedNorm(nn.Module):
     "RMS norm over the head dimension, times SiLU of a gate."
 
@@ -153,7 +153,7 @@ class GatedNorm(nn.Module):
         normed = F.rms_norm(x.float(), (x.shape[-1],), self.weight, 1e-5)
         return normed.to(x.dtype) * F.silu(gate)
 
-# %% ../nbs/90_train.ipynb #228c8e3b
+# %% ../nbs/90_train.ipynb #c74cfb28
 class Mixer(nn.Module):
     "A Gated DeltaNet layer (arXiv 2412.06464) around any op with `chunk_gated_delta_rule`'s signature."
 
@@ -175,7 +175,7 @@ class Mixer(nn.Module):
             use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, A_log=self.A_log, dt_bias=self.dt_bias)
         return self.out(self.norm(o, self.gate(x).view_as(o)).flatten(2))
 
-# %% ../nbs/90_train.ipynb #4aa6688d
+# %% ../nbs/90_train.ipynb #96727943
 class Block(nn.Module):
     "Mixer and MLP, each behind a norm and added to the stream."
 
@@ -191,7 +191,7 @@ class Block(nn.Module):
         gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
-# %% ../nbs/90_train.ipynb #f2153789
+# %% ../nbs/90_train.ipynb #16344b6d
 class ByteLM(nn.Module):
     "A causal language model over bytes."
 
@@ -215,7 +215,7 @@ class ByteLM(nn.Module):
         logits = self(window[:, :-1]).float()
         return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
 
-# %% ../nbs/90_train.ipynb #50486f2d
+# %% ../nbs/90_train.ipynb #227f0bfc
 @dataclass(frozen=True)
 class Config:
     "What a run's losses depend on, besides the text and the op."
@@ -243,19 +243,19 @@ class Config:
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr: expected a positive number, got {self.lr}")
 
-# %% ../nbs/90_train.ipynb #13ea8298
+# %% ../nbs/90_train.ipynb #fafd0e10
 def default_config(device: torch.device) -> Config:
     "Sizes for a GPU, or small enough for Triton's interpreter."
     if device.type == "cuda":
         return Config(steps=600, batch=10, length=512, dim=768, heads=12, layers=6, dtype="bf16", lr=1e-3, warmup=60)
     return Config(steps=64, batch=2, length=128, dim=128, heads=2, layers=1, lr=5e-3, warmup=10)
 
-# %% ../nbs/90_train.ipynb #2e86912d
+# %% ../nbs/90_train.ipynb #2079b7a1
 def learning_rate(config: Config, step: int) -> float:
     "Linear warm-up, then the inverse square root; independent of how long the run is."
     return config.lr * min((step + 1) / config.warmup, math.sqrt(config.warmup / (step + 1)))
 
-# %% ../nbs/90_train.ipynb #253eef45
+# %% ../nbs/90_train.ipynb #6eb66934
 class Run:
     "One model in training: parameters, optimizer, place in the text, losses."
 
@@ -277,7 +277,7 @@ class Run:
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bf16")
 
-# %% ../nbs/90_train.ipynb #09b0da29
+# %% ../nbs/90_train.ipynb #a8a4ebe7
 def update(run: Run) -> None:
     "One optimizer step of `run`, without a host read."
     with run.autocast():
@@ -291,7 +291,7 @@ def update(run: Run) -> None:
     run.losses[run.done].copy_(loss.detach())
     run.done += 1
 
-# %% ../nbs/90_train.ipynb #d2863afb
+# %% ../nbs/90_train.ipynb #0eae7fd7
 class HostReads(TorchDispatchMode):
     "Counts, on the CPU, the ops that hand a tensor's value to Python."
     READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default,
@@ -319,7 +319,7 @@ def counted_update(run: Run) -> None:
             torch.cuda.set_sync_debug_mode(before)
     run.syncs += sum("synchronizing" in str(w.message) for w in caught)
 
-# %% ../nbs/90_train.ipynb #90864870
+# %% ../nbs/90_train.ipynb #fb4c3ace
 def save(path: str | Path, runs: list[Run]) -> None:
     "Write the state of `runs` to `path`, atomically."
     state = {
@@ -336,7 +336,7 @@ def save(path: str | Path, runs: list[Run]) -> None:
         os.fsync(file.fileno())
     os.replace(partial, path)
 
-# %% ../nbs/90_train.ipynb #6d011056
+# %% ../nbs/90_train.ipynb #8bd163ac
 def load(path: str | Path) -> dict:
     "The checkpoint at `path`, on the CPU; a `ValueError` says what is wrong with it."
     if not Path(path).is_file():
@@ -349,7 +349,7 @@ def load(path: str | Path) -> dict:
         raise ValueError(f"resume: {path} was not written by dormouse-train, or by another version of it")
     return state
 
-# %% ../nbs/90_train.ipynb #dbeb0ec7
+# %% ../nbs/90_train.ipynb #3bbe6dfb
 def restore(state: dict, runs: list[Run]) -> None:
     "Bring freshly made `runs` to where `state` was saved."
     if state["text"] != runs[0].text.sha256:
@@ -364,7 +364,7 @@ def restore(state: dict, runs: list[Run]) -> None:
     if "cuda_rng" in state and runs[0].device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda_rng"], runs[0].device)
 
-# %% ../nbs/90_train.ipynb #1cc953f8
+# %% ../nbs/90_train.ipynb #2e6c55dd
 class Stop:
     "Turns SIGINT and SIGTERM into a flag while the block runs."
     signal = 0
@@ -383,7 +383,7 @@ class Stop:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-# %% ../nbs/90_train.ipynb #a221375a
+# %% ../nbs/90_train.ipynb #8de269a9
 def block(run: Run, last: int, stop: Stop) -> None:
     "Steps up to number `last`, or until stopped; then one host read."
     cuda = run.device.type == "cuda"
@@ -410,7 +410,7 @@ def own_bytes(run: Run) -> int:
     states = [x for state in run.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
     return sum(x.numel() * x.element_size() for x in [*run.model.parameters(), *states])
 
-# %% ../nbs/90_train.ipynb #1229d836
+# %% ../nbs/90_train.ipynb #f09a9f55
 class Bar:
     "Progress on stderr: a bar in a terminal, a line per tenth elsewhere."
 
@@ -435,7 +435,7 @@ class Bar:
         if self.show and self.live:
             print(file=sys.stderr)
 
-# %% ../nbs/90_train.ipynb #59af73b2
+# %% ../nbs/90_train.ipynb #bd879cb8
 def fit(
     runs: list[Run],                      # the models; they take turns, a block each
     every: int = 10,                      # steps between two host reads
@@ -460,7 +460,7 @@ def fit(
             save(checkpoint, runs)
     return stop.signal
 
-# %% ../nbs/90_train.ipynb #4e9a676c
+# %% ../nbs/90_train.ipynb #c077608f
 @torch.no_grad()
 def bits_per_byte(run: Run, batches: int = 8) -> float:
     "Mean loss in bits over up to `batches` batches from the start of the validation bytes."
@@ -475,7 +475,7 @@ def bits_per_byte(run: Run, batches: int = 8) -> float:
             total += run.model.loss(part) * len(part)
     return float(total) / rows / math.log(2)
 
-# %% ../nbs/90_train.ipynb #96c7e0d1
+# %% ../nbs/90_train.ipynb #a01d0395
 def summary(runs: list[Run], batches: int = 8) -> list[tuple]:
     "Rows of the closing table: a name, then a value per run."
     rows = {}
@@ -500,7 +500,7 @@ def print_table(rows: list[tuple]) -> None:
     for name, *values in rows:
         print("  ".join([name.ljust(widths[0]), *(value.rjust(width) for value, width in zip(values, widths[1:]))]))
 
-# %% ../nbs/90_train.ipynb #eaa46288
+# %% ../nbs/90_train.ipynb #86b4791d
 def draw_losses(path: str | Path, runs: list[Run]) -> None:
     "Write the loss curves of `runs` to an SVG file; the same losses give the same file."
     import matplotlib
@@ -517,7 +517,7 @@ def draw_losses(path: str | Path, runs: list[Run]) -> None:
         axes.legend(frameon=False)
         figure.savefig(path, metadata={"Date": None})
 
-# %% ../nbs/90_train.ipynb #ffadc16e
+# %% ../nbs/90_train.ipynb #a556a29e
 TUNABLE = {"steps": int, "batch": int, "length": int, "dim": int, "heads": int, "layers": int,
            "lr": float, "warmup": int, "seed": int}
 
@@ -526,8 +526,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "dormouse-train", description="Train a byte-level Gated DeltaNet language model on Python's standard library.",
         epilog="Sizes that aren't given depend on the device. SIGINT and SIGTERM leave a checkpoint for --resume.")
+    cpu, gpu = (default_config(torch.device(kind)) for kind in ("cpu", "cuda"))
     for name, kind in TUNABLE.items():
-        parser.add_argument(f"--{name}", type=kind)
+        parser.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X",
+                            help=f"default: {getattr(cpu, name)} on a CPU, {getattr(gpu, name)} on a GPU")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="bf16 is autocast over float32 parameters")
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     parser.add_argument("--op", choices=OPS, help="the mixing op; torch is the chunked reference; default: dormouse")
@@ -541,7 +543,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--figure", type=Path, default=Path("figures", "train_loss.svg"), help="default: %(default)s")
     return parser
 
-# %% ../nbs/90_train.ipynb #bea011c4
+# %% ../nbs/90_train.ipynb #824c6a5c
 def pick_device(name: str | None) -> torch.device:
     "The device called `name`, or a `ValueError`."
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -577,7 +579,7 @@ def writable(path: Path, name: str) -> Path:
         raise ValueError(f"{name}: can't write to {path}")
     return path
 
-# %% ../nbs/90_train.ipynb #bd69a797
+# %% ../nbs/90_train.ipynb #3d300e96
 def resumed(args, given: dict, state: dict) -> tuple[Config, list[str]]:
     "Configuration and ops of a checkpoint, with more steps if `given`; a `ValueError` if an option contradicts it."
     config, ops = Config(**state["config"]), list(state["runs"])
@@ -612,7 +614,7 @@ def set_up(args) -> list[Run]:
         args.checkpoint.replace(f"{args.checkpoint}.previous")
     return runs
 
-# %% ../nbs/90_train.ipynb #c1ce8619
+# %% ../nbs/90_train.ipynb #cb5b9777
 def describe(runs: list[Run]) -> str:
     "What is about to happen, in two or three lines."
     c, text, device = runs[0].config, runs[0].text, runs[0].device
@@ -627,7 +629,7 @@ def describe(runs: list[Run]) -> str:
         lines.append("No GPU in use: the kernels run in Triton's interpreter, exact and slow. Its times say nothing about them.")
     return "\n".join(lines)
 
-# %% ../nbs/90_train.ipynb #620d7339
+# %% ../nbs/90_train.ipynb #415a4b9c
 def main(
     argv: list[str] | None = None,  # default: the command line
 ) -> int:                           # exit status: 0, 1 for a diverged loss, 2 for bad options, 128 + signal

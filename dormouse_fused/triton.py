@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['INTERPRET', 'INTERPRETED', 'L2NORM_TILES', 'FLOATS', 'TARGETS', 'SHARED_BYTES', 'dot', 'cast', 'fp32_precision',
            'naive_l2norm', 'naive_l2norm_bwd', 'l2norm_cost', 'l2norm_tile', 'l2norm_bwd_tile', 'register',
-           'below_autograd', 'first_order', 'check_tensor', 'check_device', 'l2norm', 'Case', 'Usage', 'aot_all', 'aot',
-           'for_targets', 'aot_cases', 'assert_async']
+           'below_autograd', 'first_order', 'check_tensor', 'check_device', 'l2norm', 'launcher', 'Case', 'Usage',
+           'aot_all', 'aot', 'for_targets', 'aot_cases', 'assert_async']
 
-# %% ../nbs/03_triton.ipynb #9a4dc20d
+# %% ../nbs/03_triton.ipynb #702b0454
 import os, pickle, re, subprocess, sys, tempfile
 from functools import cache, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -19,16 +20,16 @@ from torch import Tensor
 
 from .machine import Cost, tensor_bytes
 
-# %% ../nbs/03_triton.ipynb #d95e444e
-if "triton" not in sys.modules and not torch.cuda.is_available(): os.environ.setdefault("TRITON_INTERPRET", "1")
+# %% ../nbs/03_triton.ipynb #593c3b48
+if "triton" not in sys.modules and not torch.cuda.is_available() and find_spec("numpy"): os.environ.setdefault("TRITON_INTERPRET", "1")
 import triton
 import triton.language as tl
 
-# %% ../nbs/03_triton.ipynb #ddcceaae
+# %% ../nbs/03_triton.ipynb #e7a92e92
 INTERPRET = not isinstance(tl.cdiv, triton.JITFunction)
 INTERPRETED = tl.constexpr(INTERPRET)
 
-# %% ../nbs/03_triton.ipynb #1a0b5af3
+# %% ../nbs/03_triton.ipynb #c8890cd2
 @triton.jit
 def dot(a, b, PREC: tl.constexpr = "tf32"):
     "`a @ b` accumulated in float32, right in the interpreter too."
@@ -36,7 +37,7 @@ def dot(a, b, PREC: tl.constexpr = "tf32"):
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PREC)
 
-# %% ../nbs/03_triton.ipynb #a5199d5c
+# %% ../nbs/03_triton.ipynb #f4f76a20
 @triton.jit
 def cast(x, dtype: tl.constexpr):
     "`x.to(dtype)` rounded to nearest even, in the interpreter too."
@@ -47,7 +48,7 @@ def cast(x, dtype: tl.constexpr):
             x = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
     return x.to(dtype)
 
-# %% ../nbs/03_triton.ipynb #a08ab659
+# %% ../nbs/03_triton.ipynb #2dccee65
 def fp32_precision(
     dtype:torch.dtype, # of the operands; narrow ones ignore the answer
 ) -> str: # `input_precision` for `dot`
@@ -55,7 +56,7 @@ def fp32_precision(
     if dtype is not torch.float32 or torch.get_float32_matmul_precision() != "highest": return "tf32"
     return "ieee" if torch.version.hip else "tf32x3"
 
-# %% ../nbs/03_triton.ipynb #baa49f54
+# %% ../nbs/03_triton.ipynb #c320aee6
 def naive_l2norm(x, eps=1e-6):
     "Equation (1)."
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
@@ -66,7 +67,7 @@ def naive_l2norm_bwd(dy, x, eps=1e-6):
     y = x * rstd
     return rstd * (dy - (dy * y).sum(-1, keepdim=True) * y)
 
-# %% ../nbs/03_triton.ipynb #44b23cf6
+# %% ../nbs/03_triton.ipynb #3c2ba7c3
 def l2norm_cost(
     shape, # of x
     dtype, # of x
@@ -76,7 +77,7 @@ def l2norm_cost(
     fwd, bwd = Cost(2 * tensor, {"fp32": 3 * n}, 1), Cost(3 * tensor, {"fp32": 8 * n}, 1)
     return {"fwd": fwd, "fwd+bwd": fwd + bwd}
 
-# %% ../nbs/03_triton.ipynb #4a2ffbfc
+# %% ../nbs/03_triton.ipynb #fcc39f38
 @triton.jit
 def l2norm_tile(x, eps):
     "Equation (1) for the rows of a tile: [R, D] -> y [R, D] and rstd [R], both float32."
@@ -84,7 +85,7 @@ def l2norm_tile(x, eps):
     rstd = tl.rsqrt(tl.sum(x * x, 1) + eps)
     return x * rstd[:, None], rstd
 
-# %% ../nbs/03_triton.ipynb #a4108dc3
+# %% ../nbs/03_triton.ipynb #f9278400
 @triton.jit(do_not_specialize=["N"])
 def _l2norm_fwd_kernel(x, y, eps, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -94,7 +95,7 @@ def _l2norm_fwd_kernel(x, y, eps, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK:
     b_y, _ = l2norm_tile(tl.load(x + at, mask=inside, other=0.), eps)
     tl.store(y + at, cast(b_y, y.dtype.element_ty), mask=inside)
 
-# %% ../nbs/03_triton.ipynb #5cf4fd5c
+# %% ../nbs/03_triton.ipynb #d8c4c518
 L2NORM_TILES = {16: (256, 4), 32: (128, 4), 64: (64, 4), 128: (32, 4), 256: (16, 4), 512: (8, 4), 1024: (4, 4), 2048: (2, 4),
     4096: (1, 4), 8192: (1, 8), 16384: (1, 16), 32768: (1, 32), 65536: (1, 32)} # BLOCK -> ROWS, num_warps
 
@@ -113,7 +114,7 @@ def _launch_l2norm(kernel, *tensors, eps):
 
 def _l2norm_fwd(x, eps): return _launch_l2norm(_l2norm_fwd_kernel, x, eps=eps)
 
-# %% ../nbs/03_triton.ipynb #bb8373e1
+# %% ../nbs/03_triton.ipynb #58a94d0f
 @triton.jit
 def l2norm_bwd_tile(dy, y, rstd):
     "Equation (2) for the rows of a tile: [R, D], [R, D], [R] -> dx [R, D], all float32."
@@ -131,7 +132,7 @@ def _l2norm_bwd_kernel(dy, x, dx, eps, N, D: tl.constexpr, ROWS: tl.constexpr, B
 
 def _l2norm_bwd(dy, x, eps): return _launch_l2norm(_l2norm_bwd_kernel, dy, x, eps=eps)
 
-# %% ../nbs/03_triton.ipynb #4cea5ec8
+# %% ../nbs/03_triton.ipynb #2ffdcd2b
 _libs = {}
 
 def register(
@@ -152,7 +153,7 @@ def register(
     lib.impl(name, _differentiable(op, autograd) if autograd else torch.library.fallthrough_kernel, "Autograd")
     return op
 
-# %% ../nbs/03_triton.ipynb #926be685
+# %% ../nbs/03_triton.ipynb #b4d3bfb5
 def _differentiable(op, autograd):
     def call(*args):
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args): return autograd.apply(*args)
@@ -169,7 +170,7 @@ def _on_its_device(impl):
         with torch.cuda.device_of(first): return impl(first, *rest)
     return guarded
 
-# %% ../nbs/03_triton.ipynb #ff17ba26
+# %% ../nbs/03_triton.ipynb #d2792a32
 def first_order(backward):
     "Make a `torch.autograd.Function.backward` refuse to be differentiated itself."
     @wraps(backward)
@@ -179,7 +180,7 @@ def first_order(backward):
         return backward(ctx, *grads)
     return checked
 
-# %% ../nbs/03_triton.ipynb #e6562630
+# %% ../nbs/03_triton.ipynb #0357a0af
 def _like_last(*args): return torch.empty_like([a for a in args if isinstance(a, Tensor)][-1], memory_format=torch.contiguous_format)
 
 _l2norm_bwd_op = register("l2norm_bwd(Tensor dy, Tensor x, float eps) -> Tensor", _l2norm_bwd, _like_last)
@@ -197,7 +198,7 @@ class _L2Norm(torch.autograd.Function):
 
 _l2norm_op = register("l2norm(Tensor x, float eps) -> Tensor", _l2norm_fwd, _like_last, _L2Norm)
 
-# %% ../nbs/03_triton.ipynb #7e2765bd
+# %% ../nbs/03_triton.ipynb #a5b400ed
 def check_tensor(
     name:str, # the argument's name
     x, # its value
@@ -221,7 +222,7 @@ def _fits(got, want):
         got, want = got[len(got) - len(want) + 1:], want[1:]
     return len(got) == len(want) and all(isinstance(w, str) or g == w for g, w in zip(got, want))
 
-# %% ../nbs/03_triton.ipynb #f23f744f
+# %% ../nbs/03_triton.ipynb #54be80de
 def check_device(
     name:str, # the argument's name
     x:Tensor,
@@ -233,9 +234,10 @@ def check_device(
     if torch.cuda.is_available(): raise ValueError(f"{name}: expected on the GPU, got {x.device}; move it there, or start Python "
         "with TRITON_INTERPRET=1 to run the kernels in Triton's interpreter")
     raise RuntimeError(f"{name} is on the CPU, where kernels run in Triton's interpreter, but triton was imported without "
-        "TRITON_INTERPRET=1: import dormouse_fused before triton, or start Python with TRITON_INTERPRET=1")
+        "TRITON_INTERPRET=1: install numpy, which the interpreter needs, and import dormouse_fused before triton, "
+        "or start Python with TRITON_INTERPRET=1")
 
-# %% ../nbs/03_triton.ipynb #962b913e
+# %% ../nbs/03_triton.ipynb #ac55900c
 FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 def l2norm(
@@ -248,7 +250,23 @@ def l2norm(
     if x.shape[-1] > max(L2NORM_TILES): raise ValueError(f"x: expected D <= {max(L2NORM_TILES)}, got {list(x.shape)}")
     return _l2norm_op(x, eps)
 
-# %% ../nbs/03_triton.ipynb #d4e8ed09
+# %% ../nbs/03_triton.ipynb #1dd3aa22
+def launcher(
+    kernel, # a `triton.jit` function: run-time arguments first, integers among them in `do_not_specialize`
+    **fixed, # its compile-time arguments, and options such as `num_warps`
+): # launch(programs, *args), with the kernel's run-time arguments in order
+    "A kernel with its compile-time arguments fixed, to be launched often."
+    constants = tuple(fixed.pop(n) for n in kernel.arg_names if n in fixed)
+    compiled = {}
+    def launch(programs, *args):
+        if INTERPRET: return kernel[(programs,)](*args, *constants, **fixed)
+        key = torch.cuda.current_device(), *[
+            (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else a >> 31 if type(a) is int else type(a) for a in args]
+        if run := compiled.get(key): run[(programs, 1, 1)](*args, *constants)
+        else: compiled[key] = kernel[(programs,)](*args, *constants, **fixed)
+    return launch
+
+# %% ../nbs/03_triton.ipynb #56f9cfd5
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024} # the most a program can have
 
@@ -260,6 +278,7 @@ class Case(NamedTuple):
     arch: str = "sm_90"
     num_warps: int = 4
     num_stages: int = 3
+    spill: int = 0 # bytes per thread that it may spill on an NVIDIA GPU; more than 0 needs a written reason
 
 class Usage(NamedTuple):
     "What a compiled kernel takes of the machine."
@@ -269,7 +288,7 @@ class Usage(NamedTuple):
     spill: int # bytes per thread
     shared: int # bytes per program
 
-# %% ../nbs/03_triton.ipynb #d145be6f
+# %% ../nbs/03_triton.ipynb #378973c2
 def _compile(case):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -286,7 +305,7 @@ def _compile_from_stdin():
     except Exception as e: out = f"{type(e).__name__}: {e}"
     sys.stdout.buffer.write(pickle.dumps(out))
 
-# %% ../nbs/03_triton.ipynb #49e5314d
+# %% ../nbs/03_triton.ipynb #246173f2
 def _resources(built):
     if "amdgcn" in built.asm:
         def stated(key): return int(re.search(rf"\.{key}:\s*(\d+)", built.asm["amdgcn"])[1])
@@ -299,7 +318,7 @@ def _resources(built):
     use = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return use["REG"], use["STACK"] + use["LOCAL"]
 
-# %% ../nbs/03_triton.ipynb #de5e89e7
+# %% ../nbs/03_triton.ipynb #737d87e7
 def aot_all(
     cases:list, # of `Case`
 ) -> list: # of `Usage`, in the same order
@@ -323,7 +342,7 @@ def aot(kernel, signature, constexprs, arch="sm_90", num_warps=4, num_stages=3) 
     "`aot_all` for one `Case`."
     return aot_all([Case(kernel, signature, constexprs, arch, num_warps, num_stages)])[0]
 
-# %% ../nbs/03_triton.ipynb #dee0de63
+# %% ../nbs/03_triton.ipynb #06410067
 def for_targets(
     cases:list, # of `Case`
     archs=tuple(TARGETS),
@@ -343,7 +362,7 @@ def aot_cases(
             {k: v for k, v in _l2norm_tile_for(D).items() if k != "num_warps"}, num_warps=_l2norm_tile_for(D)["num_warps"])
         for D in dims for t in dtypes for pass_, tensors in (("fwd", "xy"), ("bwd", ("dy", "x", "dx")))]
 
-# %% ../nbs/03_triton.ipynb #a105f8ee
+# %% ../nbs/03_triton.ipynb #8e8abd16
 def assert_async(
     fn, # forward and backward of an operator
     *tensors, # its arguments; `fn` must not use other tensors

@@ -63,14 +63,16 @@ def oracle(x, do, dS, **options):
     return values(naive_recurrent_gated_delta_rule, x, do.double(), dS.double(), **options)
 
 
-def check(x, tolerance=None, skip=(), **options):
+def check(x, tolerance=None, skip=(), loose=(), **options):
+    "`loose` names tensors with a tolerance of their own; the sums over all tokens behind A_log and dt_bias always have one."
     do, dS = upstream(x)
     want = oracle(x, do, dS, **options)
     with poison():
         got = values(chunk_gated_delta_rule, x, do, dS, **options)
     tolerance = tolerance or TOLERANCE[x["q"].dtype]
     errors = {n: rel_err(got[n], want[n]) if want[n].norm() else got[n].norm().item() for n in want if n not in skip}
-    assert all(e <= tolerance for e in errors.values()), {n: f"{e:.1e}" for n, e in errors.items()}
+    allowed = dict(dA_log=4 * tolerance, ddt_bias=4 * tolerance) | dict(loose)
+    assert all(e <= allowed.get(n, tolerance) for n, e in errors.items()), {n: f"{e:.1e}" for n, e in errors.items()}
     for n, t in got.items():
         assert t.dtype == (x[n[1:]].dtype if n[0] == "d" else x["v"].dtype if n == "o" else torch.float32), n
 
@@ -133,7 +135,8 @@ def test_gates_have_their_own_dtype(dtype):
     x = make(T=20, gate=True, raw_beta=True)
     x |= {n: x[n].to(dtype) for n in ("g", "beta", "A_log", "dt_bias")}
     low = tuple(f"d{n}" for n in ("g", "beta", "A_log", "dt_bias"))
-    check(x, skip=low if dtype != torch.float32 else (), **ALL)
+    check(x, skip=() if dtype == torch.float32 else low, **ALL)
+    check(x, tolerance=1e-2, **ALL)
 
 
 def test_state_v_first():
@@ -162,14 +165,17 @@ GATES = {
 def test_gates(name):
     x = make(T=75, H=1)
     x["g"] = GATES[name](x["g"])
-    check(x, skip=("dg", "dinitial_state") if name == "beyond float32" else ())
+    # Where every gate is closed, dg's sums over rows cancel down to the little that still flows.
+    check(x, skip=("dg", "dinitial_state") if name == "beyond float32" else (), loose=dict(dg=5e-5) if name == "closed" else ())
 
 
+# G runs down to -640, that is -923 in powers of two, where float32's steps are 2^-14: a difference of two such sums is off
+# by up to 6e-5, and so is the decay that it is the logarithm of.
 def test_deep_then_mild_gates():
     x = make(T=64, H=1)
     x["g"][:, :32] = -20 + x["g"][:, :32]
     x["g"][:, 32:] *= 0.1
-    check(x)
+    check(x, tolerance=1e-4)
 
 
 def test_growing_gates():
@@ -190,7 +196,7 @@ def test_equal_keys():
     x = make(T=64, H=1)
     x["k"] = x["k"][:, :1].expand_as(x["k"]).contiguous()
     x["beta"] = torch.ones_like(x["beta"])
-    check(x)
+    check(x, loose=dict(dg=2e-5))  # every token overwrites the last, so nearly all of dg cancels
 
 
 def test_zero_rows():
@@ -380,7 +386,7 @@ def test_backward_twice_from_one_forward():
 def test_double_backward_is_refused(power):
     x = {n: t.requires_grad_() for n, t in make(T=5).items()}
     o, _ = chunk_gated_delta_rule(**x)
-    with pytest.raises((RuntimeError, NotImplementedError), match="once_differentiable|twice|double"):
+    with pytest.raises((RuntimeError, NotImplementedError), match="second derivatives"):
         (dq,) = torch.autograd.grad(o.pow(power).sum(), [x["q"]], create_graph=True)
         (o.sum() + dq.square().sum()).backward()
 

@@ -104,7 +104,8 @@ def test_step_runs_on_fake_tensors(text, monkeypatch):
 
 
 def test_peers_start_equal_and_train_alike(text):
-    runs = [train.Run(op, replace(TINY, steps=3), text, CPU) for op in ("dormouse", "torch")]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    runs = [train.Run(op, replace(TINY, steps=3), text.to(device), device) for op in ("dormouse", "torch")]
     for ours, plain in zip(runs[0].model.parameters(), runs[1].model.parameters()):
         assert torch.equal(ours, plain)
     assert train.fit(runs, every=2) == 0

@@ -330,6 +330,7 @@ MODULES = [importlib.import_module(f"dormouse_fused.{path.stem}") for path in Bo
 def test_every_kernel_compiles_for_every_target(module):
     cases = module.aot_cases()
     assert {c.kernel.partition(":")[2] if isinstance(c.kernel, str) else c.kernel.fn.__name__ for c in cases} == kernels(module)
-    for usage in dt.aot_all(dt.for_targets(cases)):
-        assert usage.shared <= dt.SHARED_BYTES[usage.arch], usage
-        assert usage.arch.startswith("gfx") or usage.spill == 0, usage
+    spread = dt.for_targets(cases)
+    for case, usage in zip(spread, dt.aot_all(spread)):
+        assert usage.shared <= dt.SHARED_BYTES[usage.arch], (case, usage)
+        assert usage.arch.startswith("gfx") or usage.spill <= case.spill, (case, usage)

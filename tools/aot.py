@@ -1,8 +1,8 @@
 """Compile every Triton kernel of every module ahead of time, for GPUs that need not be here.
 
 A module with kernels has `aot_cases()`, a list of `dormouse_fused.triton.Case` or of tuples (kernel, signature,
-constexprs, num_warps, num_stages, label). NVIDIA targets must compile without spilling and within the shared memory
-of a program; AMD's must compile.
+constexprs, num_warps, num_stages, label). NVIDIA targets must spill no more than the case allows, which is nothing unless it says
+otherwise, and keep within the shared memory of a program; AMD's must compile.
 """
 
 import ast
@@ -87,8 +87,8 @@ def main() -> int:
             continue
         print(f"{usage.kernel:36} {job.label:48} {arch:7} {usage.registers:4} registers"
               f" {usage.spill:5} B spilled {usage.shared:7} B shared")  # fmt: skip
-        if arch in SHARED_LIMIT and usage.spill:
-            failures.append(f"{where}: {usage.kernel} spills {usage.spill} bytes")
+        if arch in SHARED_LIMIT and usage.spill > job.case.spill:
+            failures.append(f"{where}: {usage.kernel} spills {usage.spill} bytes, {job.case.spill} allowed")
         if usage.shared > SHARED_LIMIT.get(arch, usage.shared):
             failures.append(f"{where}: {usage.kernel} wants {usage.shared} bytes of shared memory")
     print(*failures, sep="\n", end="\n" if failures else "")
