@@ -6,7 +6,7 @@
 __all__ = ['LOG2E', 'naive_recurrent_gated_delta_rule', 'naive_chunk_gated_delta_rule', 'chunk_products', 'gated_delta_cost',
            'dot_chain', 'chunk_gated_delta_rule', 'aot_cases']
 
-# %% ../nbs/10_gated_delta.ipynb #fadc363a
+# %% ../nbs/10_gated_delta.ipynb #21dcd52f
 import math
 from functools import cache
 from types import SimpleNamespace
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from .machine import Cost, tensor_bytes
-from .triton import FLOATS, INTERPRETED, Case, cast, check_device, check_tensor, dot, first_order, fp32_precision, register
+from .triton import FLOATS, INTERPRETED, Case, cast, check_device, check_tensor
+from .triton import dot, first_order, fp32_precision, launcher, register
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -146,14 +147,14 @@ def dot_chain(
     _dot_chain_kernel[(1,)](x, y, N, C=len(x), PREC=PREC, num_warps=4)
     return y
 
-# %% ../nbs/10_gated_delta.ipynb #a2bcc104
+# %% ../nbs/10_gated_delta.ipynb #78ff2912
 LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _exp2(x):
     """2^x, flushing results below 2^-126 to zero: one instruction instead of five."""
     if INTERPRETED:
-        return tl.exp2(x)
+        return tl.exp2(tl.minimum(x, 100.0))  # above the diagonal, where all of it is masked, NumPy would warn of overflow
     else:
         return libdevice.exp2(x)
 
@@ -275,14 +276,14 @@ def _put_block(A, r: tl.constexpr, s: tl.constexpr, C: tl.constexpr, x, PREC: tl
     o = tl.arange(0, C // 2)
     tl.store(A + _tile(r * (C // 2) + o[:, None], s * (C // 2) + o[None, :], C), _operand(x, A.dtype.element_ty, PREC))
 
-# %% ../nbs/10_gated_delta.ipynb #9cc49950
+# %% ../nbs/10_gated_delta.ipynb #c4131d1e
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, G_, b_, T, H, NT,
                           K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
                           USE_L2: tl.constexpr, USE_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
                           USE_SIGMOID: tl.constexpr, NEG: tl.constexpr,
                           PREC: tl.constexpr, PREC_INV: tl.constexpr):
-    """A = (I + T)^-1 - I, the decays' cumulative log2 G and beta of every chunk: A [B, H, NT, C, C], G, b [B, H, NT, C]."""
+    """A = (I + T)^-1 - I, the decays' cumulative log2 G and beta of every chunk: A [B, H, NT, 3 C^2 / 4], G, b [B, H, NT, C]."""
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_bh = (pid % NT).to(tl.int32), pid // NT
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
@@ -291,7 +292,6 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, G_, b_, T, H, NT,
     N: tl.constexpr = C // 2
     o_k, o_c, o_16, o_n = tl.arange(0, BK), tl.arange(0, C), tl.arange(0, 16), tl.arange(0, N)
     t0 = i_c * C
-    dt = k.dtype.element_ty
     x, _ = _gate(g, A_log, dt_bias, i_b, i_h, t0, o_c, T, H, USE_GATE, HAS_BIAS)
     b = _beta(beta, i_b, i_h, t0, o_c, T, H, USE_SIGMOID, NEG)
     G = tl.cumsum(x, 0) * LOG2E
@@ -301,12 +301,12 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, G_, b_, T, H, NT,
     k4 = _blocks(k, i_b, i_h, t0, tl.arange(0, NB)[:, None] * 16 + o_16[None, :], o_k, T, H, K, USE_L2, EPS, PREC)
     i, j = o_16[None, :, None], o_16[None, None, :]
     L = dot(k4, tl.permute(k4, 0, 2, 1), PREC) * b4[:, :, None]
-    L = tl.where(i > j, L * _exp2(G4[:, :, None] - G4[:, None, :]), 0.0)
+    L = tl.where(i > j, L * _exp2(G4[:, :, None] - G4[:, None, :]), 0.0)  # T = beta N of (4), diagonal blocks
     X = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, L, 0.0)
-    for s in tl.static_range(1, 4):
+    for s in tl.static_range(1, 4):  # blocks of 2 become 4, 8, 16
         M = tl.where((i // (2 << s) == j // (2 << s)) & (i // (1 << s) > j // (1 << s)), L, 0.0)
         X -= _dot_inv(_dot_inv(X, M, PREC_INV, ROUND), X, PREC_INV, ROUND)
-    if C == 64:
+    if C == 64:  # 16 become 32
         X0, X1 = _halves(X, 2, 16)
         o_r = tl.arange(0, 2)[:, None] * 32 + o_16[None, :]
         k0 = _blocks(k, i_b, i_h, t0, o_r, o_k, T, H, K, USE_L2, EPS, PREC)
@@ -315,11 +315,11 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, G_, b_, T, H, NT,
         _, b1 = tl.split(tl.permute(tl.reshape(b, [2, 2, 16]), 0, 2, 1))
         M = dot(k1, tl.permute(k0, 0, 2, 1), PREC) * b1[:, :, None] * _exp2(G1[:, :, None] - G0[:, None, :])
         X = _assemble(X0, X1, -_dot_inv(_dot_inv(X1, M, PREC_INV, ROUND), X0, PREC_INV, ROUND), 2, 16)
-    X0, X1 = _halves(X, 1, N)
+    X0, X1 = _halves(X, 1, N)  # C/2 become C
     X0, X1 = tl.reshape(X0, [N, N]), tl.reshape(X1, [N, N])
     G0, G1 = tl.split(tl.permute(tl.reshape(G, [2, N]), 1, 0))
     _, b1 = tl.split(tl.permute(tl.reshape(b, [2, N]), 1, 0))
-    Gm = tl.max(G1, 0)
+    Gm = tl.max(G1, 0)  # between the halves, so that both factors of D are powers of at most 1 and D needs no C x C exponential
     k0, _ = _unit(_rows(k, i_b, i_h, t0, o_n, o_k, T, H, K), USE_L2, EPS, PREC)
     k1, _ = _unit(_rows(k, i_b, i_h, t0, o_n + N, o_k, T, H, K), USE_L2, EPS, PREC)
     M = dot(k1, tl.trans(k0), PREC) * (b1 * _exp2(G1 - Gm))[:, None] * _exp2(Gm - G0)[None, :]
@@ -338,7 +338,7 @@ def _state(o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     else:
         return o_k[None, :] * V + o_v[:, None]
 
-# %% ../nbs/10_gated_delta.ipynb #1008810a
+# %% ../nbs/10_gated_delta.ipynb #5f34a8b4
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _scan_fwd_kernel(q, k, v, A, G_, b_, h0, o, h, ht, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -375,12 +375,12 @@ def _scan_fwd_kernel(q, k, v, A, G_, b_, h0, o, h, ht, scale, T, H, NT,
         if SAVE_H:
             if c > 0:
                 tl.store(h + (i_bh * (NT - 1) + c - 1) * K * V + o_h, s, mask=m_s)
-        R = b[None, :] * (v_ - gamma[None, :] * dot(s, tl.trans(k_), PREC))
-        R += dot(_operand(R, dt, PREC), tl.trans(a), PREC)
-        M = tl.where(up, dot(k_, tl.trans(q_), PREC) * _exp2(G[None, :] - G[:, None]), 0.0)
+        R = b[None, :] * (v_ - gamma[None, :] * dot(s, tl.trans(k_), PREC))  # (4): beta Y
+        R += dot(_operand(R, dt, PREC), tl.trans(a), PREC)  # (4): + (A - I) beta Y
+        M = tl.where(up, dot(k_, tl.trans(q_), PREC) * _exp2(G[None, :] - G[:, None]), 0.0)  # (5), without scale
         out = gamma[None, :] * dot(s, tl.trans(q_), PREC)
-        out += dot(_operand(R, dt, PREC), _operand(M, dt, PREC), PREC)
-        S = S * _exp2(Gc) + dot(_operand(_exp2(Gc - G)[None, :] * R, dt, PREC), k_, PREC)
+        out += dot(_operand(R, dt, PREC), _operand(M, dt, PREC), PREC)  # (5)
+        S = S * _exp2(Gc) + dot(_operand(_exp2(Gc - G)[None, :] * R, dt, PREC), k_, PREC)  # (6)
         _put_rows(o, i_b, i_h, t0, o_c, o_v, T, H, V, tl.trans(scale * out))
     if SAVE_HT:
         tl.store(ht + i_bh * K * V + o_s, S, mask=m_s)
@@ -397,34 +397,36 @@ def _config(K, V, dtype):
     return dict(C=32 if wide or BK > 128 else 64, BK=BK, scan_fwd=scan, scan_bwd=scan,
                 chunk_bwd=dict(BV=min(BV, 64 if BK <= 64 else 32), num_warps=4, num_stages=1))
 
-# %% ../nbs/10_gated_delta.ipynb #f588257e
+# %% ../nbs/10_gated_delta.ipynb #8fada4f0
 def _state_shape(B, H, K, V, v_first): return (B, H, V, K) if v_first else (B, H, K, V)
 def _ds_home(V, C): return 1 if V <= C else 2 if V <= 2 * C else 0
 
-def _inverse(k, g, beta, A_log, dt_bias, A, gb, C, BK, l2norm, gate, sigmoid, neg, prec):
-    B, T, H, K = k.shape
-    NT = triton.cdiv(T, C)
-    _chunk_inverse_kernel[(B * H * NT,)](
-        k, g, beta, A_log, dt_bias, A, gb[0], gb[1], T, H, NT, K=K, BK=BK, C=C, EPS=_EPS, USE_L2=l2norm, USE_GATE=gate,
-        HAS_BIAS=dt_bias is not None, USE_SIGMOID=sigmoid, NEG=neg, PREC=prec, PREC_INV=prec, num_warps=1)
+@cache
+def _fwd_kernels(K, V, dtype, prec, l2norm, gate, bias, sigmoid, neg, v_first, h0, save, ht):
+    c = _config(K, V, dtype)
+    tile = dict(K=K, BK=c["BK"], C=c["C"], EPS=_EPS, USE_L2=l2norm, PREC=prec)
+    inverse = launcher(_chunk_inverse_kernel, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, PREC_INV=prec,
+                       num_warps=1)
+    scan = launcher(_scan_fwd_kernel, **tile, V=V, V_FIRST=v_first, HAS_H0=h0, SAVE_H=save, SAVE_HT=ht, **c["scan_fwd"])
+    return c["C"], inverse, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
 
-# %% ../nbs/10_gated_delta.ipynb #8fc1bdb0
-def _fwd(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save, prec):
+# %% ../nbs/10_gated_delta.ipynb #90c97eee
+def _fwd(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     if h0 is not None: h0 = h0.contiguous()
     (B, T, H, K), V = q.shape, v.shape[-1]
-    c = _config(K, V, q.dtype)
-    C, NT, t = c["C"], triton.cdiv(T, c["C"]), c["scan_fwd"]
+    C, inverse, scan, blocks = _fwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), l2norm, gate, dt_bias is not None,
+        sigmoid, neg, v_first, h0 is not None, save, output_final_state)
+    NT = triton.cdiv(T, C)
     o = torch.empty_like(v)
     ht = q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=torch.float32)
     A, gb = q.new_empty(B, H, NT, 3 * C * C // 4), q.new_empty(2, B, H, NT, C, dtype=torch.float32)
     h = q.new_empty(B, H, max(NT - 1, 0) if save else 0, V, K)
     if T == 0 and output_final_state: ht.copy_(h0) if h0 is not None else ht.zero_()
     if o.numel():
-        _inverse(k, g, beta, A_log, dt_bias, A, gb, C, c["BK"], l2norm, gate, sigmoid, neg, prec)
-        _scan_fwd_kernel[(B * H * triton.cdiv(V, t["BV"]),)](
-            q, k, v, A, gb[0], gb[1], h0, o, h, ht, scale, T, H, NT, K=K, V=V, BK=c["BK"], C=C, EPS=_EPS, USE_L2=l2norm,
-            V_FIRST=v_first, HAS_H0=h0 is not None, SAVE_H=save, SAVE_HT=output_final_state, PREC=prec, **t)
+        G, b = gb.unbind()
+        inverse(B * H * NT, k, g, beta, A_log, dt_bias, A, G, b, T, H, NT)
+        scan(B * H * blocks, q, k, v, A, G, b, h0, o, h, ht, scale, T, H, NT)
     return o, ht, A if save else A.new_empty(0), gb if save else gb.new_empty(0), h
 
 # %% ../nbs/10_gated_delta.ipynb #27bf2e21
@@ -446,7 +448,7 @@ def _safe(b):
     """Row weights for storing P as dv: beta itself, so that dv needs no second pass, or 1 where beta is too small to undo."""
     return tl.where(tl.abs(b) >= 0.015625, b, 1.0)
 
-# %% ../nbs/10_gated_delta.ipynb #08f913ed
+# %% ../nbs/10_gated_delta.ipynb #de53fd9c
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _scan_bwd_kernel(q, k, A, G_, b_, do, dht, ds, ds2, dv, dh0, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -480,11 +482,11 @@ def _scan_bwd_kernel(q, k, A, G_, b_, do, dht, ds, ds2, dv, dh0, scale, T, H, NT
         if n > 0:
             tl.store(_ds_tile(ds, ds2, i_b, i_h, c, o_v, o_k, T, H, NT, K, V, C, DS_HOME), s, mask=m_s)
         M = tl.where(tri, dot(q_, tl.trans(k_), PREC) * _exp2(G[:, None] - G[None, :]) * scale, 0.0)
-        P = _exp2(Gc - G)[None, :] * dot(s, tl.trans(k_), PREC)
-        P += dot(_operand(do_, dt, PREC), _operand(M, dt, PREC), PREC)
-        P += dot(_operand(P, dt, PREC), a, PREC)
+        P = _exp2(Gc - G)[None, :] * dot(s, tl.trans(k_), PREC)  # (7): dR, from the next chunk
+        P += dot(_operand(do_, dt, PREC), _operand(M, dt, PREC), PREC)  # (7): and from this one
+        P += dot(_operand(P, dt, PREC), a, PREC)  # (7): + (A - I)^T dR
         dS = dS * _exp2(Gc) + dot(_operand((scale * gamma)[None, :] * do_, dt, PREC), q_, PREC)
-        dS += dot(_operand((-gamma * b)[None, :] * P, dt, PREC), k_, PREC)
+        dS += dot(_operand((-gamma * b)[None, :] * P, dt, PREC), k_, PREC)  # (8)
         _put_rows(dv, i_b, i_h, t0, o_c, o_v, T, H, V, tl.trans(P * _safe(b)[None, :]))
     if SAVE_DH0:
         tl.store(dh0 + i_bh * K * V + o_s, dS, mask=m_s)
@@ -571,7 +573,7 @@ def _put_gates(db, dx, m_t, g, b, A_log, dt_bias, dg, dbeta, dgate, i_b, i_h, i_
         tl.store(p_d + 1, tl.sum(tl.where(m_t, dx, 0.0)[None, :], 1))
     tl.store(dg + p_t, cast(dx, dg.dtype.element_ty), mask=m_t)
 
-# %% ../nbs/10_gated_delta.ipynb #163daa01
+# %% ../nbs/10_gated_delta.ipynb #9d7f77bc
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate,
                       scale, T, H, NT,
@@ -610,8 +612,8 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds,
             K, V, BK, BV, C, V_FIRST, DS_HOME, HAS_H0, HAS_DHT, PREC)
     kf = k_.to(tl.float32)
     dm *= scale
-    dkt *= _exp2(Gc - G)[:, None]
-    z = tl.where(t0 + o_c < T - 1, tl.sum(kf * dkt, 1), 0.0)
+    dkt *= _exp2(Gc - G)[:, None]  # (11): e R dS'^T
+    z = tl.where(t0 + o_c < T - 1, tl.sum(kf * dkt, 1), 0.0)  # (12): tau
     if V <= BV:
         dMt = dot(R, tl.trans(do_), PREC)
     Dt = tl.where(top, _exp2(G[None, :] - G[:, None]), 0.0)
@@ -619,63 +621,71 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds,
     if V <= BV:
         dTt = dot(R, tl.trans(P), PREC)
     dkm += dot(_operand(dTt * Dt * -u[None, :], dt, PREC), k_, PREC)
-    dG = -tl.sum(kf * dkm, 1)
+    dG = -tl.sum(kf * dkm, 1)  # (13): column sums of W
     dkt += dkm
     if V <= BV:
         dT = dot(P, tl.trans(R), PREC)
     D = tl.where(low, _exp2(G[:, None] - G[None, :]), 0.0)
     dkm = dot(_operand(dT * -D, dt, PREC), k_, PREC)
-    db = (db + tl.sum(kf * dkm, 1)) / w
+    db = (db + tl.sum(kf * dkm, 1)) / w  # (9)
     if V <= BV:
         dks = dot(P, S, PREC)
-    dkm = u[:, None] * (dkm - gamma[:, None] * dks)
+    dkm = u[:, None] * (dkm - gamma[:, None] * dks)  # (11): the reader's share
     dG += tl.sum(kf * dkm, 1)
     dkt += dkm
     qf = q_.to(tl.float32)
     dkt += dm[:, None] * qf
+    tl.debug_barrier()
+    if USE_L2:
+        dkt = rk[:, None] * (dkt - kf * tl.sum(kf * dkt, 1)[:, None])
+    _put_rows(dk, i_b, i_h, t0, o_c, o_k, T, H, K, dkt)
     if V <= BV:
         dqs = dot(do_, S, PREC)
     dqs *= (scale * gamma)[:, None]
     if V <= BV:
         dM = dot(do_, tl.trans(R), PREC)
-    dqs += dot(_operand(dM * D * scale, dt, PREC), k_, PREC)
-    dG += tl.sum(qf * dqs, 1)
-    dqs += dm[:, None] * kf
-    dx = tl.cumsum(dG, 0, reverse=True) + (tl.cumsum(z, 0) - z) + last * _exp2(Gc)
-    tl.debug_barrier()
-    if USE_L2:
+    dqs += dot(_operand(dM * D * scale, dt, PREC), k_, PREC)  # (10), below the diagonal
+    dG += tl.sum(qf * dqs, 1)  # (12), (13): sigma and row sums of W
+    dqs += dm[:, None] * kf  # (10): the diagonal
+    dx = tl.cumsum(dG, 0, reverse=True) + (tl.cumsum(z, 0) - z) + last * _exp2(Gc)  # (13)
+    if USE_L2:  # (15)
         dqs = rq[:, None] * (dqs - qf * tl.sum(qf * dqs, 1)[:, None])
-        dkt = rk[:, None] * (dkt - kf * tl.sum(kf * dkt, 1)[:, None])
     _put_rows(dq, i_b, i_h, t0, o_c, o_k, T, H, K, dqs)
-    _put_rows(dk, i_b, i_h, t0, o_c, o_k, T, H, K, dkt)
     _put_gates(db, dx, m_t, g, b, A_log, dt_bias, dg, dbeta, dgate, i_b, i_h, i_c, t0, o_c, T, H, NT,
                USE_GATE, HAS_BIAS, USE_SIGMOID, NEG)
 
-# %% ../nbs/10_gated_delta.ipynb #f8a17b1b
-def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0, prec):
+# %% ../nbs/10_gated_delta.ipynb #91e95e66
+@cache
+def _bwd_kernels(K, V, dtype, prec, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht, dh0):
+    c = _config(K, V, dtype)
+    tile = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, USE_L2=l2norm, PREC=prec, V_FIRST=v_first, HAS_DHT=dht,
+                DS_HOME=_ds_home(V, c["C"]))
+    scan = launcher(_scan_bwd_kernel, **tile, SAVE_DH0=dh0, **c["scan_bwd"])
+    chunk = launcher(_chunk_bwd_kernel, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, HAS_H0=h0,
+                     **c["chunk_bwd"])
+    return c["C"], scan, chunk, triton.cdiv(V, c["scan_bwd"]["BV"])
+
+# %% ../nbs/10_gated_delta.ipynb #a454a4d7
+def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
     do, q, k, v, g, beta = (x.contiguous() for x in (do, q, k, v, g, beta))
     dht, h0 = (x if x is None else x.contiguous() for x in (dht, h0))
     (B, T, H, K), V = q.shape, v.shape[-1]
-    c = _config(K, V, q.dtype)
-    C, BK, NT, home, t = c["C"], c["BK"], triton.cdiv(T, c["C"]), _ds_home(V, c["C"]), c["scan_bwd"]
+    C, scan, chunk, blocks = _bwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), l2norm, gate, dt_bias is not None,
+        sigmoid, neg, v_first, h0 is not None, dht is not None, want_dh0)
+    NT = triton.cdiv(T, C)
     dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g, beta))
     dh0 = q.new_empty(h0.shape if want_dh0 else (0,), dtype=torch.float32)
     dgate = q.new_empty((B, NT, H, 2) if gate else (0,), dtype=torch.float32)
     if T == 0 and want_dh0: dh0.copy_(dht) if dht is not None else dh0.zero_()
     if dv.numel():
-        ds, ds2 = (dq, dk) if home else (q.new_empty(B, H, NT - 1, V, K), None)
-        _scan_bwd_kernel[(B * H * triton.cdiv(V, t["BV"]),)](
-            q, k, A, gb[0], gb[1], do, dht, ds, ds2, dv, dh0, scale, T, H, NT, K=K, V=V, BK=BK, C=C, EPS=_EPS, USE_L2=l2norm,
-            V_FIRST=v_first, DS_HOME=home, HAS_DHT=dht is not None, SAVE_DH0=want_dh0, PREC=prec, **t)
-        _chunk_bwd_kernel[(B * H * NT,)](
-            q, k, v, g, A_log, dt_bias, A, gb[0], gb[1], h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate, scale, T, H, NT,
-            K=K, V=V, BK=BK, C=C, EPS=_EPS, USE_L2=l2norm, USE_GATE=gate, HAS_BIAS=dt_bias is not None, USE_SIGMOID=sigmoid,
-            NEG=neg, V_FIRST=v_first, DS_HOME=home, HAS_H0=h0 is not None, HAS_DHT=dht is not None, PREC=prec,
-            **c["chunk_bwd"])
+        ds, ds2 = (dq, dk) if _ds_home(V, C) else (q.new_empty(B, H, NT - 1, V, K), None)
+        G, b = gb.unbind()
+        scan(B * H * blocks, q, k, A, G, b, do, dht, ds, ds2, dv, dh0, scale, T, H, NT)
+        chunk(B * H * NT, q, k, v, g, A_log, dt_bias, A, G, b, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate, scale, T, H, NT)
     return dq, dk, dv, dg, dbeta, dgate, dh0
 
-# %% ../nbs/10_gated_delta.ipynb #d5363dd0
-def _fwd_fake(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save, prec):
+# %% ../nbs/10_gated_delta.ipynb #f868486f
+def _fwd_fake(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     (B, T, H, K), V = q.shape, v.shape[-1]
     c = _config(int(K), int(V), q.dtype)
     C, NT, f32 = c["C"], -(-T // c["C"]), torch.float32
@@ -683,28 +693,29 @@ def _fwd_fake(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l
             q.new_empty((B, H, NT, 3 * C * C // 4) if save else (0,)),
             q.new_empty((2, B, H, NT, C) if save else (0,), dtype=f32), q.new_empty(B, H, max(NT - 1, 0) if save else 0, V, K))
 
-def _bwd_fake(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0, prec):
-    (B, T, H, K), C = q.shape, _config(int(q.shape[-1]), int(v.shape[-1]), q.dtype)["C"]
+def _bwd_fake(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
+    B, T, H = g.shape
+    C = _config(int(q.shape[-1]), int(v.shape[-1]), q.dtype)["C"]
     return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)),
             q.new_empty((B, -(-T // C), H, 2) if gate else (0,), dtype=torch.float32),
             q.new_empty(h0.shape if want_dh0 else (0,), dtype=torch.float32))
 
-# %% ../nbs/10_gated_delta.ipynb #fd6d4970
+# %% ../nbs/10_gated_delta.ipynb #401d7346
 _IN = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state"
 _OPTIONS = "bool l2norm, bool gate, bool sigmoid, bool neg, bool v_first"
-_fwd_op = register(f"gated_delta_fwd({_IN}, float scale, bool output_final_state, {_OPTIONS}, bool save, str prec)"
+_fwd_op = register(f"gated_delta_fwd({_IN}, float scale, bool output_final_state, {_OPTIONS}, bool save)"
                    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fwd, _fwd_fake)
 _bwd_op = register(f"gated_delta_bwd(Tensor do, Tensor? dht, {_IN}, Tensor A, Tensor gb, Tensor h, float scale, {_OPTIONS},"
-                   " bool want_dh0, str prec) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _bwd, _bwd_fake)
+                   " bool want_dh0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _bwd, _bwd_fake)
 
-# %% ../nbs/10_gated_delta.ipynb #65ee9509
+# %% ../nbs/10_gated_delta.ipynb #4e13c243
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
-        *x, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, prec = args
-        o, ht, A, gb, h = _fwd_op(*args[:-1], True, prec)
+        *x, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first = args
+        o, ht, A, gb, h = _fwd_op(*args, True)
         ctx.save_for_backward(*x, A, gb, h)
-        ctx.options = scale, l2norm, gate, sigmoid, neg, v_first, x[7] is not None and x[7].requires_grad, prec
+        ctx.options = scale, l2norm, gate, sigmoid, neg, v_first, x[7] is not None and x[7].requires_grad
         ctx.set_materialize_grads(False)
         return o, ht
 
@@ -717,15 +728,15 @@ class _GatedDelta(torch.autograd.Function):
         wants = ctx.needs_input_grad
         dA_log, ddt_bias = dgate.sum((0, 1)).unbind(-1) if wants[5] or wants[6] else (None, None)
         grads += [dA_log, ddt_bias, dh0]
-        return *(d.to(a.dtype) if need else None for d, a, need in zip(grads, x, wants)), *[None] * 8
+        return *(d.to(a.dtype) if need else None for d, a, need in zip(grads, x, wants)), *[None] * 7
 
-def _inference(*args): return _fwd_op(*args[:-1], False, args[-1])[:2]
-def _inference_fake(*args): return _fwd_fake(*args[:-1], False, args[-1])[:2]
+def _inference(*args): return _fwd_op(*args, False)[:2]
+def _inference_fake(*args): return _fwd_fake(*args, False)[:2]
 
-_op = register(f"gated_delta({_IN}, float scale, bool output_final_state, {_OPTIONS}, str prec) -> (Tensor, Tensor)",
+_op = register(f"gated_delta({_IN}, float scale, bool output_final_state, {_OPTIONS}) -> (Tensor, Tensor)",
                _inference, _inference_fake, _GatedDelta)
 
-# %% ../nbs/10_gated_delta.ipynb #a8ab62be
+# %% ../nbs/10_gated_delta.ipynb #6738f20f
 def _check(q, k, v, g, beta, initial_state, state_v_first, A_log, dt_bias):
     check_tensor("q", q, ("B", "T", "H", "K"), FLOATS)
     check_device("q", q)
@@ -738,6 +749,7 @@ def _check(q, k, v, g, beta, initial_state, state_v_first, A_log, dt_bias):
         raise ValueError(f"v: expected {H} heads as in q, got {list(v.shape)}")
     if not 1 <= K <= 256: raise ValueError(f"q: expected K from 1 to 256, got {list(q.shape)}")
     if not 1 <= V <= 256: raise ValueError(f"v: expected V from 1 to 256, got {list(v.shape)}")
+    if H * max(K, V) > 2**25: raise ValueError(f"q: expected H * K and H * V up to 2**25, got {list(q.shape)}")
     check_tensor("g", g, (B, T, H), FLOATS, device)
     check_tensor("beta", beta, (B, T, H), FLOATS, device)
     if initial_state is not None:
@@ -745,7 +757,7 @@ def _check(q, k, v, g, beta, initial_state, state_v_first, A_log, dt_bias):
     if A_log is not None: check_tensor("A_log", A_log, (H,), FLOATS, device)
     if dt_bias is not None: check_tensor("dt_bias", dt_bias, (H,), FLOATS, device)
 
-# %% ../nbs/10_gated_delta.ipynb #8b8be9ba
+# %% ../nbs/10_gated_delta.ipynb #e3cca9e5
 def chunk_gated_delta_rule(
     q:Tensor, # [B, T, H, K], 1 <= K <= 256; float32, bfloat16 or float16
     k:Tensor, # [B, T, H, K], dtype of q
@@ -783,10 +795,10 @@ def chunk_gated_delta_rule(
     if scale is None: scale = q.shape[-1] ** -0.5
     elif isinstance(scale, Tensor): raise TypeError("scale: expected a number, got a tensor")
     o, state = _op(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, use_qk_l2norm_in_kernel,
-                   use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, fp32_precision(q.dtype))
+                   use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
     return o, state if output_final_state else None
 
-# %% ../nbs/10_gated_delta.ipynb #e0dfe8ab
+# %% ../nbs/10_gated_delta.ipynb #d72277ee
 _WIDE = dict.fromkeys("g dg G_ b_ h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32") | dict(scale="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
 _SWITCHES = "USE_L2 USE_GATE HAS_BIAS USE_SIGMOID NEG V_FIRST HAS_H0 SAVE_HT HAS_DHT SAVE_DH0".split()
@@ -795,18 +807,18 @@ def _case(kernel, dtype, prec, K, V, everything, spill):
     c, name = _config(K, V, torch.float32 if dtype == "fp32" else torch.bfloat16), kernel.fn.__name__
     tile = dict(c.get(name[1:].removesuffix("_kernel"), dict(num_warps=1)))
     how = {n: tile.pop(n) for n in ("num_warps", "num_stages") if n in tile}
-    fixed = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, PREC=prec, PREC_INV=prec, SAVE_H=True, IN_DQ=V <= c["C"],
-                 IN_DK=c["recompute"]) | dict.fromkeys(_SWITCHES, everything) | tile | ({} if everything else _OPTIONAL)
+    fixed = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, PREC=prec, PREC_INV=prec, SAVE_H=True,
+                 DS_HOME=_ds_home(V, c["C"])) | dict.fromkeys(_SWITCHES, everything) | tile | ({} if everything else _OPTIONAL)
     fixed = {n: fixed[n] for n in kernel.arg_names if n in fixed}
     types = {n: _WIDE.get(n, f"*{dtype}") for n in kernel.arg_names if n not in fixed}
     return Case(f"dormouse_fused.gated_delta:{name}", types, fixed, spill=spill, **how)
 
-# %% ../nbs/10_gated_delta.ipynb #19f7ca68
+# %% ../nbs/10_gated_delta.ipynb #1b9c6d2a
 _KERNELS = _chunk_inverse_kernel, _scan_fwd_kernel, _scan_bwd_kernel, _chunk_bwd_kernel
 _SPILLS = {  # (dtype, products, K, V, everything): bytes per thread, for each kernel
     ("bf16", "tf32", 64, 64, False): (64, 256, 512, 10240),
-    ("fp32", "tf32", 64, 64, False): (64, 512, 128, 128),
-    ("fp32", "tf32x3", 64, 64, False): (256, 9216, 1536, 6144),
+    ("fp32", "tf32", 64, 64, False): (0, 64, 64, 128),
+    ("fp32", "tf32x3", 64, 64, False): (128, 256, 128, 6144),
     ("bf16", "tf32", 100, 200, True): (1536, 9216, 1280, 6144),
 }
 

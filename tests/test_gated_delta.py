@@ -4,12 +4,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
+
+from dormouse_fused import gated_delta
 from dormouse_fused.gated_delta import (
     chunk_gated_delta_rule,
     naive_chunk_gated_delta_rule,
     naive_recurrent_gated_delta_rule,
 )
-
 from dormouse_fused.parity import poison, rel_err
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -474,6 +475,9 @@ def test_large_heads_are_refused():
         chunk_gated_delta_rule(**make(T=2, K=257))
     with refused(ValueError, "V", "256"):
         chunk_gated_delta_rule(**make(T=2, V=257))
+    x = {n: t.expand(*t.shape[:2], 2**22, *t.shape[3:]) for n, t in make(T=1, H=1, state=False).items()}
+    with refused(ValueError, "H * K"):
+        chunk_gated_delta_rule(**x)
 
 
 def test_options_that_contradict():
@@ -505,6 +509,41 @@ def test_nothing_is_read_back():
         (o.sum() + S.sum()).backward()
     assert o.shape == x["v"].shape and S.shape == x["initial_state"].shape
     assert all(t.grad.shape == t.shape and t.grad.dtype == t.dtype for t in x.values())
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_operators_keep_their_contract(everything):
+    x = make(T=33, gate=everything, raw_beta=everything, state=everything)
+    tensors = [x.get(n) for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")]
+    flags, dS = (*[everything] * 4, False), torch.ones(1, 2, 16, 16, device=DEVICE) if everything else None
+    forward = (*tensors, 0.25, True, *flags, True)
+    o, _, *saved = gated_delta._fwd_op(*forward)
+    backward = (torch.ones_like(o), dS, *tensors, *saved, 0.25, *flags, everything)
+    leaves = [t if t is None else t.clone().requires_grad_() for t in tensors]
+    calls = {"_fwd_op": forward, "_bwd_op": backward, "_op": (*leaves, 0.25, True, *flags)}
+    for op, args in calls.items():
+        assert set(torch.library.opcheck(getattr(gated_delta, op), args).values()) == {"SUCCESS"}, op
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_traced_without_a_break(dtype):
+    x = make(T=33, gate=True, raw_beta=True, dtype=dtype)
+    traced = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    a, b = (values(rule, x, *upstream(x), **ALL) for rule in (chunk_gated_delta_rule, traced))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_traced_with_sizes_that_change():
+    traced = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager", dynamic=True)
+    for B, T in (2, 20), (3, 33), (2, 70):
+        x = make(B=B, T=T)
+        a, b = (values(rule, x, *upstream(x)) for rule in (chunk_gated_delta_rule, traced))
+        assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_scale_on_the_device_is_refused():
+    with refused(TypeError, "scale"):
+        chunk_gated_delta_rule(**make(T=2), scale=torch.ones(()))
 
 
 @pytest.mark.parametrize("C", [1, 7, 64])

@@ -38,6 +38,7 @@ def test_citations_and_labels_become_links(book):
     assert resolve("@paper says") == "[A (2020)](references.html#ref-paper) says"
     assert resolve("by @eq-how") == "by [Equation 0.1](thing.html#eq-how)"
     assert resolve("`@paper` and @unknown") == "`@paper` and @unknown"
+    assert resolve("see [it](01_thing.ipynb#how)") == "see [it](thing.html#how)"
     assert resolve("$$a=b$$ {#eq-how}") == "[]{#eq-how}\n\n$$a=b \\tag{0.1}$$"
 
 

@@ -46,6 +46,13 @@ def test_who_decides_about_the_interpreter(first, env, interpret):
     assert interpret or "RuntimeError: x is on the CPU" in out and "import dormouse_fused before triton" in out
 
 
+@WITHOUT_GPU
+def test_numpy_is_asked_for_where_it_is_needed():
+    code = "import sys\nsys.modules['numpy'] = None\nfrom dormouse_fused import triton as dt\nprint(dt.INTERPRET)\nimport torch\n"
+    out = python(code + "dt.l2norm(torch.ones(2, 3))")
+    assert "False" in out.splitlines() and "RuntimeError: x is on the CPU" in out and "install numpy" in out
+
+
 def test_float32_precision_follows_the_switch():
     before = torch.get_float32_matmul_precision()
     try:
@@ -311,7 +318,7 @@ def test_async_guard_finds_a_read():
 def test_ahead_of_time_errors_name_their_reason():
     case = dt.aot_cases(dims=(64,), dtypes=("bf16",))[0]
     with pytest.raises(RuntimeError, match="_no_such_kernel"):
-        dt.aot(*case._replace(kernel="dormouse_fused.triton:_no_such_kernel"))
+        dt.aot_all([case._replace(kernel="dormouse_fused.triton:_no_such_kernel")])
     with pytest.raises(ValueError, match="export"):
         kernel = type(dt._l2norm_fwd_kernel)(lambda x: None)
         kernel.fn.__module__ = "__main__"

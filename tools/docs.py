@@ -71,12 +71,13 @@ class Resolver:
         return REFERENCE.sub(self.one, text)
 
     def __call__(self, markdown: str) -> str:
-        "Resolve references outside code, mathematics and addresses; number labelled equations."
+        "Resolve references outside code, mathematics and addresses; number labelled equations; link chapters by their pages."
         out, end = [], 0
         for match in VERBATIM.finditer(markdown):
             out += [self.plain(markdown[end : match.start()]), match[0]]
             end = match.end()
         text = "".join([*out, self.plain(markdown[end:])])
+        text = re.sub(r"\]\((\w+)\.ipynb(?=[#)])", lambda m: f"]({page_of(m[1])}", text)
         return re.sub(r"\$\$(.*?)\$\$\s*\{#(eq-[\w-]+)\}", self.equation, text, flags=re.S)
 
     def equation(self, match: re.Match) -> str:
