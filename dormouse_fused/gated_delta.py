@@ -448,7 +448,7 @@ def _safe(b):
     """Row weights for storing P as dv: beta itself, so that dv needs no second pass, or 1 where beta is too small to undo."""
     return tl.where(tl.abs(b) >= 0.015625, b, 1.0)
 
-# %% ../nbs/10_gated_delta.ipynb #de53fd9c
+# %% ../nbs/10_gated_delta.ipynb #31306741
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _scan_bwd_kernel(q, k, A, G_, b_, do, dht, ds, ds2, dv, dh0, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -489,6 +489,12 @@ def _scan_bwd_kernel(q, k, A, G_, b_, do, dht, ds, ds2, dv, dh0, scale, T, H, NT
         dS += dot(_operand((-gamma * b)[None, :] * P, dt, PREC), k_, PREC)  # (8)
         _put_rows(dv, i_b, i_h, t0, o_c, o_v, T, H, V, tl.trans(P * _safe(b)[None, :]))
     if SAVE_DH0:
+        if dt != tl.float32:
+            # what rounding cut off the first chunk's do, which no later step rounds again
+            q_, _ = _unit(_rows(q, i_b, i_h, 0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
+            do_ = tl.trans(_rows(do, i_b, i_h, 0, o_c, o_v, T, H, V)).to(tl.float32)
+            do_ *= (scale * _exp2(tl.load(G_ + i_bh * NT * C + o_c)))[None, :]
+            dS += dot(cast(do_ - cast(do_, dt).to(tl.float32), dt), q_, PREC)
         tl.store(dh0 + i_bh * K * V + o_s, dS, mask=m_s)
 
 # %% ../nbs/10_gated_delta.ipynb #bc86366d
@@ -665,7 +671,7 @@ def _bwd_kernels(K, V, dtype, prec, l2norm, gate, bias, sigmoid, neg, v_first, h
                      **c["chunk_bwd"])
     return c["C"], scan, chunk, triton.cdiv(V, c["scan_bwd"]["BV"])
 
-# %% ../nbs/10_gated_delta.ipynb #a454a4d7
+# %% ../nbs/10_gated_delta.ipynb #2c02da6f
 def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
     do, q, k, v, g, beta = (x.contiguous() for x in (do, q, k, v, g, beta))
     dht, h0 = (x if x is None else x.contiguous() for x in (dht, h0))
@@ -682,9 +688,9 @@ def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm,
         G, b = gb.unbind()
         scan(B * H * blocks, q, k, A, G, b, do, dht, ds, ds2, dv, dh0, scale, T, H, NT)
         chunk(B * H * NT, q, k, v, g, A_log, dt_bias, A, G, b, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate, scale, T, H, NT)
-    return dq, dk, dv, dg, dbeta, dgate, dh0
+    return dq, dk, dv, dg, dbeta, dgate.sum((0, 1)) if gate else dgate, dh0
 
-# %% ../nbs/10_gated_delta.ipynb #f868486f
+# %% ../nbs/10_gated_delta.ipynb #aa2d3004
 def _fwd_fake(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     (B, T, H, K), V = q.shape, v.shape[-1]
     c = _config(int(K), int(V), q.dtype)
@@ -694,10 +700,8 @@ def _fwd_fake(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l
             q.new_empty((2, B, H, NT, C) if save else (0,), dtype=f32), q.new_empty(B, H, max(NT - 1, 0) if save else 0, V, K))
 
 def _bwd_fake(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
-    B, T, H = g.shape
-    C = _config(int(q.shape[-1]), int(v.shape[-1]), q.dtype)["C"]
     return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)),
-            q.new_empty((B, -(-T // C), H, 2) if gate else (0,), dtype=torch.float32),
+            q.new_empty((g.shape[-1], 2) if gate else (0,), dtype=torch.float32),
             q.new_empty(h0.shape if want_dh0 else (0,), dtype=torch.float32))
 
 # %% ../nbs/10_gated_delta.ipynb #401d7346
@@ -708,7 +712,7 @@ _fwd_op = register(f"gated_delta_fwd({_IN}, float scale, bool output_final_state
 _bwd_op = register(f"gated_delta_bwd(Tensor do, Tensor? dht, {_IN}, Tensor A, Tensor gb, Tensor h, float scale, {_OPTIONS},"
                    " bool want_dh0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _bwd, _bwd_fake)
 
-# %% ../nbs/10_gated_delta.ipynb #4e13c243
+# %% ../nbs/10_gated_delta.ipynb #ffe43e49
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
@@ -726,7 +730,7 @@ class _GatedDelta(torch.autograd.Function):
         if do is None: do = torch.zeros_like(x[2])  # only the final state was used
         *grads, dgate, dh0 = _bwd_op(do, dht, *x, A, gb, h, *ctx.options)
         wants = ctx.needs_input_grad
-        dA_log, ddt_bias = dgate.sum((0, 1)).unbind(-1) if wants[5] or wants[6] else (None, None)
+        dA_log, ddt_bias = dgate.unbind(-1) if wants[5] or wants[6] else (None, None)
         grads += [dA_log, ddt_bias, dh0]
         return *(d.to(a.dtype) if need else None for d, a, need in zip(grads, x, wants)), *[None] * 7
 
