@@ -6,7 +6,7 @@
 __all__ = ['rel_err', 'assert_close', 'in_float64', 'evaluate', 'errors', 'error_table', 'assert_no_worse', 'poison', 'fenced',
            'same_bits', 'assert_deterministic', 'golden_manifest', 'load_golden']
 
-# %% ../nbs/02_parity.ipynb #2f735083
+# %% ../nbs/02_parity.ipynb #5bb5919b
 import json, math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .machine import repo_root
 
-# %% ../nbs/02_parity.ipynb #25dc260f
+# %% ../nbs/02_parity.ipynb #ba26e633
 def rel_err(
     x:Tensor, # what was computed
     ref:Tensor, # what is true, on any device
@@ -28,7 +28,7 @@ def rel_err(
     off = torch.linalg.vector_norm(x - ref)
     return 0. if off == 0 else (off / torch.linalg.vector_norm(ref)).item()
 
-# %% ../nbs/02_parity.ipynb #c37bfd9d
+# %% ../nbs/02_parity.ipynb #f078c786
 def assert_close(
     x:Tensor, # what was computed
     ref:Tensor, # what is true
@@ -43,7 +43,7 @@ def assert_close(
         raise AssertionError(f"{name}: error {err:.2e}, at most {tol:.2e} allowed{why}")
     return err
 
-# %% ../nbs/02_parity.ipynb #7fd5f5ab
+# %% ../nbs/02_parity.ipynb #c4c0aa09
 def in_float64(
     inputs:dict, # name -> tensor or anything else
 ) -> dict: # the same, floating-point tensors in float64
@@ -67,7 +67,7 @@ def evaluate(
     named = {k: y.detach() for k, y in zip(outputs, got, strict=True) if y is not None}
     return named | {f"d{k}": g for k, g in zip(wrt, grads)}
 
-# %% ../nbs/02_parity.ipynb #befbbb05
+# %% ../nbs/02_parity.ipynb #91cb1101
 def errors(
     got:dict, # from `evaluate`
     oracle:dict, # from `evaluate` on `in_float64` inputs
@@ -83,7 +83,7 @@ def error_table(
     import pandas as pd
     return pd.DataFrame.from_dict(impls, orient="index").map("{:.1e}".format)
 
-# %% ../nbs/02_parity.ipynb #64d3be50
+# %% ../nbs/02_parity.ipynb #c4eb79f7
 def assert_no_worse(
     ours:dict, # from `errors`
     theirs:dict, # from `errors`, same names
@@ -94,7 +94,7 @@ def assert_no_worse(
     worse = [f"{k}: {ours[k]:.2e} against {theirs[k]:.2e}" for k in ours if not (math.isfinite(ours[k]) and ours[k] <= slack * theirs[k])]
     if worse: raise AssertionError("further from float64 than the reference: " + "; ".join(worse))
 
-# %% ../nbs/02_parity.ipynb #b8517f14
+# %% ../nbs/02_parity.ipynb #774e5bef
 @contextmanager
 def poison() -> Iterator[None]:
     "Fill what `torch.empty` and its kin return with NaN."
@@ -107,7 +107,7 @@ def poison() -> Iterator[None]:
         torch.use_deterministic_algorithms(on, warn_only=warn)
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
-# %% ../nbs/02_parity.ipynb #7758a650
+# %% ../nbs/02_parity.ipynb #2ee35938
 def fenced(
     x:Tensor, # floating point
     before:int=1024, # NaNs in front of it and behind it
@@ -120,7 +120,7 @@ def fenced(
     inner = buffer[before:before + rows * pitch].view(*lead, pitch)[..., :d]
     return inner.copy_(x).view(x.shape)
 
-# %% ../nbs/02_parity.ipynb #5d339a9f
+# %% ../nbs/02_parity.ipynb #bb1c7fb9
 def same_bits(
     a, # a tensor, `None`, or a tuple, list or dict of them
     b,
@@ -142,7 +142,7 @@ def assert_deterministic(
     for i in range(1, n):
         if not same_bits(first, fn()): raise AssertionError(f"run {i + 1} of {n} differs from the first")
 
-# %% ../nbs/02_parity.ipynb #7832f088
+# %% ../nbs/02_parity.ipynb #ab0d48a2
 def golden_manifest() -> dict: # file name -> source, commit, function, versions, sha256
     "Where the golden tensors come from."
     return json.loads((repo_root() / "refs" / "golden" / "manifest.json").read_text())
