@@ -338,12 +338,12 @@ def _state(o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     else:
         return o_k[None, :] * V + o_v[:, None]
 
-# %% ../nbs/10_gated_delta.ipynb #5f34a8b4
+# %% ../nbs/10_gated_delta.ipynb #23c2e31f
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _scan_fwd_kernel(q, k, v, A, G_, b_, h0, o, h, ht, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                      EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr,
-                     HAS_H0: tl.constexpr, SAVE_H: tl.constexpr, SAVE_HT: tl.constexpr,
+                     HAS_H0: tl.constexpr, SAVE_H: tl.constexpr, EVERY: tl.constexpr, SAVE_HT: tl.constexpr,
                      PREC: tl.constexpr, STAGES: tl.constexpr):
     """o and the chunk-start states h [B, H, NT-1, V, K]: a program holds S^T [BV, BK] of one (batch, head, V block)."""
     pid = tl.program_id(0).to(tl.int64)
@@ -373,8 +373,8 @@ def _scan_fwd_kernel(q, k, v, A, G_, b_, h0, o, h, ht, scale, T, H, NT,
         gamma = _exp2(G)
         s = _operand(S, dt, PREC)
         if SAVE_H:
-            if c > 0:
-                tl.store(h + (i_bh * (NT - 1) + c - 1) * K * V + o_h, s, mask=m_s)
+            if (c > 0) & (c % EVERY == 0):
+                tl.store(h + (i_bh * ((NT - 1) // EVERY) + c // EVERY - 1) * K * V + o_h, s, mask=m_s)
         R = b[None, :] * (v_ - gamma[None, :] * dot(s, tl.trans(k_), PREC))  # (4): beta Y
         R += dot(_operand(R, dt, PREC), tl.trans(a), PREC)  # (4): + (A - I) beta Y
         M = tl.where(up, dot(k_, tl.trans(q_), PREC) * _exp2(G[None, :] - G[:, None]), 0.0)  # (5), without scale
@@ -385,7 +385,7 @@ def _scan_fwd_kernel(q, k, v, A, G_, b_, h0, o, h, ht, scale, T, H, NT,
     if SAVE_HT:
         tl.store(ht + i_bh * K * V + o_s, S, mask=m_s)
 
-# %% ../nbs/10_gated_delta.ipynb #562560a3
+# %% ../nbs/10_gated_delta.ipynb #7c71195b
 _EPS = 1e-6
 
 @cache
@@ -394,10 +394,10 @@ def _config(K, V, dtype):
     BK, wide = max(16, triton.next_power_of_2(K)), dtype is torch.float32
     BV = max(16, triton.next_power_of_2(V))
     scan = dict(BV=min(BV, 32 if wide or BK > 128 else 64), num_warps=4, STAGES=2 if wide else 3)
-    return dict(C=32 if wide or BK > 128 else 64, BK=BK, scan_fwd=scan, scan_bwd=scan,
+    return dict(C=32 if wide or BK > 128 else 64, BK=BK, EVERY=2 if wide else 1, scan_fwd=scan, scan_bwd=scan,
                 chunk_bwd=dict(BV=min(BV, 64 if BK <= 64 else 32), num_warps=4, num_stages=1))
 
-# %% ../nbs/10_gated_delta.ipynb #8fada4f0
+# %% ../nbs/10_gated_delta.ipynb #dfcbbcec
 def _state_shape(B, H, K, V, v_first): return (B, H, V, K) if v_first else (B, H, K, V)
 def _ds_home(V, C): return 1 if V <= C else 2 if V <= 2 * C else 0
 
@@ -407,21 +407,22 @@ def _fwd_kernels(K, V, dtype, prec, l2norm, gate, bias, sigmoid, neg, v_first, h
     tile = dict(K=K, BK=c["BK"], C=c["C"], EPS=_EPS, USE_L2=l2norm, PREC=prec)
     inverse = launcher(_chunk_inverse_kernel, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, PREC_INV=prec,
                        num_warps=1)
-    scan = launcher(_scan_fwd_kernel, **tile, V=V, V_FIRST=v_first, HAS_H0=h0, SAVE_H=save, SAVE_HT=ht, **c["scan_fwd"])
-    return c["C"], inverse, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
+    scan = launcher(_scan_fwd_kernel, **tile, V=V, V_FIRST=v_first, HAS_H0=h0, SAVE_H=save, EVERY=c["EVERY"], SAVE_HT=ht,
+                    **c["scan_fwd"])
+    return c["C"], c["EVERY"], inverse, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
 
-# %% ../nbs/10_gated_delta.ipynb #90c97eee
+# %% ../nbs/10_gated_delta.ipynb #77d66089
 def _fwd(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     if h0 is not None: h0 = h0.contiguous()
     (B, T, H, K), V = q.shape, v.shape[-1]
-    C, inverse, scan, blocks = _fwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), l2norm, gate, dt_bias is not None,
+    C, every, inverse, scan, blocks = _fwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), l2norm, gate, dt_bias is not None,
         sigmoid, neg, v_first, h0 is not None, save, output_final_state)
     NT = triton.cdiv(T, C)
     o = torch.empty_like(v)
     ht = q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=torch.float32)
     A, gb = q.new_empty(B, H, NT, 3 * C * C // 4), q.new_empty(2, B, H, NT, C, dtype=torch.float32)
-    h = q.new_empty(B, H, max(NT - 1, 0) if save else 0, V, K)
+    h = q.new_empty(B, H, max(NT - 1, 0) // every if save else 0, V, K)
     if T == 0 and output_final_state: ht.copy_(h0) if h0 is not None else ht.zero_()
     if o.numel():
         G, b = gb.unbind()
@@ -497,23 +498,53 @@ def _scan_bwd_kernel(q, k, A, G_, b_, do, dht, ds, ds2, dv, dh0, scale, T, H, NT
             dS += dot(cast(do_ - cast(do_, dt).to(tl.float32), dt), q_, PREC)
         tl.store(dh0 + i_bh * K * V + o_s, dS, mask=m_s)
 
-# %% ../nbs/10_gated_delta.ipynb #bc86366d
+# %% ../nbs/10_gated_delta.ipynb #dceb1aa0
 @triton.jit
-def _chunk_values(k_, v, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, v0, i_b, i_h, i_c, i_bh, T, H, NT,
+def _start_state(k, v, A, G_, b_, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT,
+                 K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+                 EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr, EVERY: tl.constexpr,
+                 HAS_H0: tl.constexpr, PREC: tl.constexpr):
+    """S^T [BV, BK] at a chunk's start: read if it was kept, else one step of (4) and (6) on from the chunk before."""
+    o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), v0 + tl.arange(0, BV)
+    dt = k.dtype.element_ty
+    m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+    n = i_c // EVERY
+    S = tl.load(h + (i_bh * ((NT - 1) // EVERY) + n - 1) * K * V + _state(o_v, o_k, K, V, True),
+                mask=m_s & (n > 0), other=0.0)
+    if HAS_H0:
+        if n == 0:
+            S = _operand(tl.load(h0 + i_bh * K * V + _state(o_v, o_k, K, V, V_FIRST), mask=m_s, other=0.0).to(tl.float32),
+                         dt, PREC)
+    if EVERY == 2:
+        if i_c % 2 == 1:
+            c = i_c - 1
+            k_, _ = _unit(_rows(k, i_b, i_h, c * C, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
+            a = _load_tile(A, i_bh, c, NT, C)
+            G = tl.load(G_ + (i_bh * NT + c) * C + o_c)
+            Gc = tl.load(G_ + (i_bh * NT + c) * C + C - 1)
+            b = tl.load(b_ + (i_bh * NT + c) * C + o_c)
+            R = tl.trans(_rows(v, i_b, i_h, c * C, o_c, o_v, T, H, V)).to(tl.float32)
+            R = b[None, :] * (R - _exp2(G)[None, :] * dot(S, tl.trans(k_), PREC))
+            R += dot(_operand(R, dt, PREC), tl.trans(a), PREC)
+            R *= _exp2(Gc - G)[None, :]
+            S = _operand(S.to(tl.float32) * _exp2(Gc) + dot(_operand(R, dt, PREC), k_, PREC), dt, PREC)
+    return S
+
+# %% ../nbs/10_gated_delta.ipynb #4c31ae25
+@triton.jit
+def _chunk_values(k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, v0,
+                  i_b, i_h, i_c, i_bh, T, H, NT,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-                  V_FIRST: tl.constexpr, DS_HOME: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
-                  PREC: tl.constexpr):
+                  EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr, DS_HOME: tl.constexpr,
+                  EVERY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, PREC: tl.constexpr):
     """One block of V: S, dS'^T [BV, BK], do, w P, R [C, BV]; its part of w dbeta, <do, R> and <S, dS'>."""
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), v0 + tl.arange(0, BV)
     t0 = i_c * C
     dt = k_.dtype
     m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
     o_s = _state(o_v, o_k, K, V, V_FIRST)
-    S = tl.load(h + (i_bh * (NT - 1) + i_c - 1) * K * V + _state(o_v, o_k, K, V, True),
-                mask=m_s & (i_c > 0), other=0.0)
-    if HAS_H0:
-        if i_c == 0:
-            S = _operand(tl.load(h0 + i_bh * K * V + o_s, mask=m_s, other=0.0).to(tl.float32), dt, PREC)
+    S = _start_state(k, v, A, G_, b_, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT, K, V, BK, BV, C, EPS, USE_L2, V_FIRST,
+                     EVERY, HAS_H0, PREC)
     dS = tl.load(_ds_tile(ds, ds2, i_b, i_h, i_c, o_v, o_k, T, H, NT, K, V, C, DS_HOME),
                  mask=m_s & (i_c < NT - 1), other=0.0)
     if HAS_DHT:
@@ -535,11 +566,13 @@ def _chunk_values(k_, v, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm,
     last += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
     return S, dS, do_, P, _operand(R, dt, PREC), db, dm, last
 
-# %% ../nbs/10_gated_delta.ipynb #a9001dbd
+# %% ../nbs/10_gated_delta.ipynb #a199198c
 @triton.jit
-def _sum_over_values(k_, v, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, i_b, i_h, i_c, i_bh, T, H, NT,
+def _sum_over_values(k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last,
+                     i_b, i_h, i_c, i_bh, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-                     V_FIRST: tl.constexpr, DS_HOME: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
+                     EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr, DS_HOME: tl.constexpr,
+                     EVERY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr,
                      PREC: tl.constexpr):
     """Every product over V, block by block: do S, w P S, R dS'^T [C, BK]; do R^T, w P R^T and their transposes [C, C]."""
     dqs, dks, dkt = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
@@ -547,8 +580,9 @@ def _sum_over_values(k_, v, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, 
     dMt, dTt = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for v0 in range(0, V, BV):
         S, dS, do_, P, R, db, dm, last = _chunk_values(
-            k_, v, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, v0, i_b, i_h, i_c, i_bh, T, H, NT,
-            K, V, BK, BV, C, V_FIRST, DS_HOME, HAS_H0, HAS_DHT, PREC)
+            k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, v0,
+            i_b, i_h, i_c, i_bh, T, H, NT,
+            K, V, BK, BV, C, EPS, USE_L2, V_FIRST, DS_HOME, EVERY, HAS_H0, HAS_DHT, PREC)
         dkt += dot(R, dS, PREC)
         dMt += dot(R, tl.trans(do_), PREC)
         dTt += dot(R, tl.trans(P), PREC)
@@ -579,14 +613,14 @@ def _put_gates(db, dx, m_t, g, b, A_log, dt_bias, dg, dbeta, dgate, i_b, i_h, i_
         tl.store(p_d + 1, tl.sum(tl.where(m_t, dx, 0.0)[None, :], 1))
     tl.store(dg + p_t, cast(dx, dg.dtype.element_ty), mask=m_t)
 
-# %% ../nbs/10_gated_delta.ipynb #9d7f77bc
+# %% ../nbs/10_gated_delta.ipynb #83cfec66
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate,
                       scale, T, H, NT,
                       K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                       EPS: tl.constexpr, USE_L2: tl.constexpr, USE_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
                       USE_SIGMOID: tl.constexpr, NEG: tl.constexpr, V_FIRST: tl.constexpr, DS_HOME: tl.constexpr,
-                      HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, PREC: tl.constexpr):
+                      EVERY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, PREC: tl.constexpr):
     """Every gradient of one chunk, given its start state, dS' and P."""
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_bh = (pid % NT).to(tl.int32), pid // NT
@@ -609,13 +643,15 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds,
     last = 0.0
     if V <= BV:
         S, dS, do_, P, R, db, dm, last = _chunk_values(
-            k_, v, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, 0, i_b, i_h, i_c, i_bh, T, H, NT,
-            K, V, BK, BV, C, V_FIRST, DS_HOME, HAS_H0, HAS_DHT, PREC)
+            k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, 0,
+            i_b, i_h, i_c, i_bh, T, H, NT,
+            K, V, BK, BV, C, EPS, USE_L2, V_FIRST, DS_HOME, EVERY, HAS_H0, HAS_DHT, PREC)
         dkt = dot(R, dS, PREC)
     else:
         dqs, dks, dkt, dM, dT, dMt, dTt, db, dm, last = _sum_over_values(
-            k_, v, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, i_b, i_h, i_c, i_bh, T, H, NT,
-            K, V, BK, BV, C, V_FIRST, DS_HOME, HAS_H0, HAS_DHT, PREC)
+            k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last,
+            i_b, i_h, i_c, i_bh, T, H, NT,
+            K, V, BK, BV, C, EPS, USE_L2, V_FIRST, DS_HOME, EVERY, HAS_H0, HAS_DHT, PREC)
     kf = k_.to(tl.float32)
     dm *= scale
     dkt *= _exp2(Gc - G)[:, None]  # (11): e R dS'^T
@@ -660,14 +696,14 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds,
     _put_gates(db, dx, m_t, g, b, A_log, dt_bias, dg, dbeta, dgate, i_b, i_h, i_c, t0, o_c, T, H, NT,
                USE_GATE, HAS_BIAS, USE_SIGMOID, NEG)
 
-# %% ../nbs/10_gated_delta.ipynb #91e95e66
+# %% ../nbs/10_gated_delta.ipynb #5ec5bb50
 @cache
 def _bwd_kernels(K, V, dtype, prec, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht, dh0):
     c = _config(K, V, dtype)
     tile = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, USE_L2=l2norm, PREC=prec, V_FIRST=v_first, HAS_DHT=dht,
                 DS_HOME=_ds_home(V, c["C"]))
     scan = launcher(_scan_bwd_kernel, **tile, SAVE_DH0=dh0, **c["scan_bwd"])
-    chunk = launcher(_chunk_bwd_kernel, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, HAS_H0=h0,
+    chunk = launcher(_chunk_bwd_kernel, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, HAS_H0=h0, EVERY=c["EVERY"],
                      **c["chunk_bwd"])
     return c["C"], scan, chunk, triton.cdiv(V, c["scan_bwd"]["BV"])
 
@@ -690,14 +726,14 @@ def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm,
         chunk(B * H * NT, q, k, v, g, A_log, dt_bias, A, G, b, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate, scale, T, H, NT)
     return dq, dk, dv, dg, dbeta, dgate.sum((0, 1)) if gate else dgate, dh0
 
-# %% ../nbs/10_gated_delta.ipynb #aa2d3004
+# %% ../nbs/10_gated_delta.ipynb #0142096c
 def _fwd_fake(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     (B, T, H, K), V = q.shape, v.shape[-1]
     c = _config(int(K), int(V), q.dtype)
     C, NT, f32 = c["C"], -(-T // c["C"]), torch.float32
     return (v.new_empty(v.shape), q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=f32),
             q.new_empty((B, H, NT, 3 * C * C // 4) if save else (0,)),
-            q.new_empty((2, B, H, NT, C) if save else (0,), dtype=f32), q.new_empty(B, H, max(NT - 1, 0) if save else 0, V, K))
+            q.new_empty((2, B, H, NT, C) if save else (0,), dtype=f32), q.new_empty(B, H, max(NT - 1, 0) // c["EVERY"] if save else 0, V, K))
 
 def _bwd_fake(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
     return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)),
@@ -802,7 +838,7 @@ def chunk_gated_delta_rule(
                    use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
     return o, state if output_final_state else None
 
-# %% ../nbs/10_gated_delta.ipynb #d72277ee
+# %% ../nbs/10_gated_delta.ipynb #b3826324
 _WIDE = dict.fromkeys("g dg G_ b_ h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32") | dict(scale="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
 _SWITCHES = "USE_L2 USE_GATE HAS_BIAS USE_SIGMOID NEG V_FIRST HAS_H0 SAVE_HT HAS_DHT SAVE_DH0".split()
@@ -811,18 +847,18 @@ def _case(kernel, dtype, prec, K, V, everything, spill):
     c, name = _config(K, V, torch.float32 if dtype == "fp32" else torch.bfloat16), kernel.fn.__name__
     tile = dict(c.get(name[1:].removesuffix("_kernel"), dict(num_warps=1)))
     how = {n: tile.pop(n) for n in ("num_warps", "num_stages") if n in tile}
-    fixed = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, PREC=prec, PREC_INV=prec, SAVE_H=True,
+    fixed = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, PREC=prec, PREC_INV=prec, SAVE_H=True, EVERY=c["EVERY"],
                  DS_HOME=_ds_home(V, c["C"])) | dict.fromkeys(_SWITCHES, everything) | tile | ({} if everything else _OPTIONAL)
     fixed = {n: fixed[n] for n in kernel.arg_names if n in fixed}
     types = {n: _WIDE.get(n, f"*{dtype}") for n in kernel.arg_names if n not in fixed}
     return Case(f"dormouse_fused.gated_delta:{name}", types, fixed, spill=spill, **how)
 
-# %% ../nbs/10_gated_delta.ipynb #1b9c6d2a
+# %% ../nbs/10_gated_delta.ipynb #29813d4c
 _KERNELS = _chunk_inverse_kernel, _scan_fwd_kernel, _scan_bwd_kernel, _chunk_bwd_kernel
 _SPILLS = {  # (dtype, products, K, V, everything): bytes per thread, for each kernel
     ("bf16", "tf32", 64, 64, False): (64, 256, 512, 10240),
     ("fp32", "tf32", 64, 64, False): (0, 64, 64, 128),
-    ("fp32", "tf32x3", 64, 64, False): (128, 256, 128, 6144),
+    ("fp32", "tf32x3", 64, 64, False): (128, 256, 128, 6656),
     ("bf16", "tf32", 100, 200, True): (1536, 9216, 1280, 6144),
 }
 
