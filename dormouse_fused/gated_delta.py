@@ -726,14 +726,15 @@ def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm,
         chunk(B * H * NT, q, k, v, g, A_log, dt_bias, A, G, b, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate, scale, T, H, NT)
     return dq, dk, dv, dg, dbeta, dgate.sum((0, 1)) if gate else dgate, dh0
 
-# %% ../nbs/10_gated_delta.ipynb #0142096c
+# %% ../nbs/10_gated_delta.ipynb #f83d8afe
 def _fwd_fake(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     (B, T, H, K), V = q.shape, v.shape[-1]
     c = _config(int(K), int(V), q.dtype)
     C, NT, f32 = c["C"], -(-T // c["C"]), torch.float32
     return (v.new_empty(v.shape), q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=f32),
             q.new_empty((B, H, NT, 3 * C * C // 4) if save else (0,)),
-            q.new_empty((2, B, H, NT, C) if save else (0,), dtype=f32), q.new_empty(B, H, max(NT - 1, 0) // c["EVERY"] if save else 0, V, K))
+            q.new_empty((2, B, H, NT, C) if save else (0,), dtype=f32),
+            q.new_empty(B, H, max(NT - 1, 0) // c["EVERY"] if save else 0, V, K))
 
 def _bwd_fake(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
     return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)),
