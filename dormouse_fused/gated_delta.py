@@ -338,14 +338,14 @@ def _state(o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     else:
         return o_k[None, :] * V + o_v[:, None]
 
-# %% ../nbs/10_gated_delta.ipynb #23c2e31f
+# %% ../nbs/10_gated_delta.ipynb #866905e3
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _scan_fwd_kernel(q, k, v, A, G_, b_, h0, o, h, ht, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                      EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr,
                      HAS_H0: tl.constexpr, SAVE_H: tl.constexpr, EVERY: tl.constexpr, SAVE_HT: tl.constexpr,
                      PREC: tl.constexpr, STAGES: tl.constexpr):
-    """o and the chunk-start states h [B, H, NT-1, V, K]: a program holds S^T [BV, BK] of one (batch, head, V block)."""
+    """o and the states at every EVERY-th chunk's start, h [B, H, (NT-1) // EVERY, V, K]: a program holds S^T [BV, BK] of one (batch, head, V block)."""
     pid = tl.program_id(0).to(tl.int64)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v, i_bh = (pid % NV).to(tl.int32), pid // NV
@@ -530,7 +530,7 @@ def _start_state(k, v, A, G_, b_, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT,
             S = _operand(S.to(tl.float32) * _exp2(Gc) + dot(_operand(R, dt, PREC), k_, PREC), dt, PREC)
     return S
 
-# %% ../nbs/10_gated_delta.ipynb #4c31ae25
+# %% ../nbs/10_gated_delta.ipynb #8b0fb808
 @triton.jit
 def _chunk_values(k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, v0,
                   i_b, i_h, i_c, i_bh, T, H, NT,
@@ -554,7 +554,7 @@ def _chunk_values(k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds
     do_ = _rows(do, i_b, i_h, t0, o_c, o_v, T, H, V)
     P = _rows(dv, i_b, i_h, t0, o_c, o_v, T, H, V)
     if tl.min(tl.where(w == b, 1, 0), 0) == 0:
-        tl.debug_barrier()
+        tl.debug_barrier()  # P lies in the rows that are written here
         base = dv + ((i_b * T + t0) * H + i_h) * V
         tl.store(base + (o_c[:, None] * (H * V) + o_v[None, :]), cast(b[:, None] * P.to(tl.float32), dt),
                  mask=((t0 + o_c < T) & (w != b))[:, None] & (o_v < V)[None, :])
@@ -613,7 +613,7 @@ def _put_gates(db, dx, m_t, g, b, A_log, dt_bias, dg, dbeta, dgate, i_b, i_h, i_
         tl.store(p_d + 1, tl.sum(tl.where(m_t, dx, 0.0)[None, :], 1))
     tl.store(dg + p_t, cast(dx, dg.dtype.element_ty), mask=m_t)
 
-# %% ../nbs/10_gated_delta.ipynb #83cfec66
+# %% ../nbs/10_gated_delta.ipynb #bc833c52
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate,
                       scale, T, H, NT,
@@ -677,7 +677,7 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds,
     dkt += dkm
     qf = q_.to(tl.float32)
     dkt += dm[:, None] * qf
-    tl.debug_barrier()
+    tl.debug_barrier()  # dS' may lie in the rows of dk and dq: no warp writes before all have read it
     if USE_L2:
         dkt = rk[:, None] * (dkt - kf * tl.sum(kf * dkt, 1)[:, None])
     _put_rows(dk, i_b, i_h, t0, o_c, o_k, T, H, K, dkt)
