@@ -338,14 +338,15 @@ def _state(o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     else:
         return o_k[None, :] * V + o_v[:, None]
 
-# %% ../nbs/10_gated_delta.ipynb #866905e3
+# %% ../nbs/10_gated_delta.ipynb #0bf35a2d
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _scan_fwd_kernel(q, k, v, A, G_, b_, h0, o, h, ht, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                      EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr,
                      HAS_H0: tl.constexpr, SAVE_H: tl.constexpr, EVERY: tl.constexpr, SAVE_HT: tl.constexpr,
                      PREC: tl.constexpr, STAGES: tl.constexpr):
-    """o and the states at every EVERY-th chunk's start, h [B, H, (NT-1) // EVERY, V, K]: a program holds S^T [BV, BK] of one (batch, head, V block)."""
+    """o and the states h [B, H, (NT-1) // EVERY, V, K] at every EVERY-th chunk's start but the first: a program holds
+    S^T [BV, BK] of one (batch, head, V block)."""
     pid = tl.program_id(0).to(tl.int64)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v, i_bh = (pid % NV).to(tl.int32), pid // NV
