@@ -6,16 +6,17 @@
 __all__ = ['LOG2E', 'naive_recurrent_gated_delta_rule', 'naive_chunk_gated_delta_rule', 'chunk_products', 'gated_delta_cost',
            'dot_chain', 'chunk_gated_delta_rule', 'aot_cases']
 
-# %% ../nbs/10_gated_delta.ipynb #21dcd52f
+# %% ../nbs/10_gated_delta.ipynb #4b720db3
 import math
 from functools import cache
 from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from . import gated_delta_hopper as hopper
 from .machine import Cost, tensor_bytes
 from .triton import FLOATS, INTERPRETED, Case, cast, check_device, check_tensor
-from .triton import dot, first_order, fp32_precision, launcher, register
+from .triton import dot, first_order, fp32_precision, launcher, register, straight
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -258,7 +259,7 @@ def _blocks(k, i_b, i_h, t0, o_r, o_k, T, H, K: tl.constexpr, USE_L2: tl.constex
     else:
         return x
 
-# %% ../nbs/10_gated_delta.ipynb #8434674d
+# %% ../nbs/10_gated_delta.ipynb #f5edd410
 @triton.jit
 def _tile(i, j, C: tl.constexpr):
     """Offsets of A's elements in the 3/4 C^2 numbers of a chunk: its upper right quarter is zero and has no place."""
@@ -271,19 +272,25 @@ def _load_tile(A, i_bh, c, NT, C: tl.constexpr):
     return tl.load(A + (i_bh * NT + c) * (3 * C * C // 4) + _tile(i, j, C), mask=(i >= C // 2) | (j < C // 2), other=0.0)
 
 @triton.jit
-def _put_block(A, r: tl.constexpr, s: tl.constexpr, C: tl.constexpr, x, PREC: tl.constexpr):
-    """Quarter (r, s) of a chunk's tile."""
+def _put_block(A, r: tl.constexpr, s: tl.constexpr, C: tl.constexpr, x, PREC: tl.constexpr, PARTS: tl.constexpr):
+    """Quarter (r, s) of a chunk's tile; as a sum of PARTS bfloat16 tiles, if more than one."""
     o = tl.arange(0, C // 2)
-    tl.store(A + _tile(r * (C // 2) + o[:, None], s * (C // 2) + o[None, :], C), _operand(x, A.dtype.element_ty, PREC))
+    p = A + _tile(r * (C // 2) + o[:, None], s * (C // 2) + o[None, :], C)
+    for n in tl.static_range(PARTS - 1):
+        y = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        tl.store(p + n * (3 * C * C // 4), cast(y, A.dtype.element_ty))
+        x -= y
+    tl.store(p + (PARTS - 1) * (3 * C * C // 4), _operand(x, A.dtype.element_ty, PREC))
 
-# %% ../nbs/10_gated_delta.ipynb #c4131d1e
+# %% ../nbs/10_gated_delta.ipynb #5834a044
 @triton.jit(do_not_specialize=["T", "H", "NT"])
-def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, G_, b_, T, H, NT,
+def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, vec, T, H, NT,
                           K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
                           USE_L2: tl.constexpr, USE_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
                           USE_SIGMOID: tl.constexpr, NEG: tl.constexpr,
-                          PREC: tl.constexpr, PREC_INV: tl.constexpr):
-    """A = (I + T)^-1 - I, the decays' cumulative log2 G and beta of every chunk: A [B, H, NT, 3 C^2 / 4], G, b [B, H, NT, C]."""
+                          PREC: tl.constexpr, PREC_INV: tl.constexpr, PARTS: tl.constexpr):
+    """A = (I + T)^-1 - I of every chunk, [B, H, NT, PARTS, 3 C^2 / 4], and its row vectors, [B, H, NT, 4, C]: the decays'
+    cumulative log2 G, beta, and the decays to the chunk's end and from its start."""
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_bh = (pid % NT).to(tl.int32), pid // NT
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
@@ -295,8 +302,11 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, G_, b_, T, H, NT,
     x, _ = _gate(g, A_log, dt_bias, i_b, i_h, t0, o_c, T, H, USE_GATE, HAS_BIAS)
     b = _beta(beta, i_b, i_h, t0, o_c, T, H, USE_SIGMOID, NEG)
     G = tl.cumsum(x, 0) * LOG2E
-    tl.store(G_ + pid * C + o_c, G)
-    tl.store(b_ + pid * C + o_c, b)
+    at = vec + pid * (4 * C) + o_c
+    tl.store(at, G)
+    tl.store(at + C, b)
+    tl.store(at + 2 * C, _exp2(tl.sum(tl.where(o_c == C - 1, G, 0.0), 0) - G))
+    tl.store(at + 3 * C, _exp2(G))
     G4, b4 = tl.reshape(G, [NB, 16]), tl.reshape(b, [NB, 16])
     k4 = _blocks(k, i_b, i_h, t0, tl.arange(0, NB)[:, None] * 16 + o_16[None, :], o_k, T, H, K, USE_L2, EPS, PREC)
     i, j = o_16[None, :, None], o_16[None, None, :]
@@ -323,11 +333,11 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, G_, b_, T, H, NT,
     k0, _ = _unit(_rows(k, i_b, i_h, t0, o_n, o_k, T, H, K), USE_L2, EPS, PREC)
     k1, _ = _unit(_rows(k, i_b, i_h, t0, o_n + N, o_k, T, H, K), USE_L2, EPS, PREC)
     M = dot(k1, tl.trans(k0), PREC) * (b1 * _exp2(G1 - Gm))[:, None] * _exp2(Gm - G0)[None, :]
-    A += pid * (3 * C * C // 4)
+    A += pid * (PARTS * 3 * C * C // 4)
     eye = tl.where(o_n[:, None] == o_n[None, :], 1.0, 0.0)
-    _put_block(A, 0, 0, C, X0 - eye, PREC)
-    _put_block(A, 1, 0, C, -_dot_inv(_dot_inv(X1, M, PREC_INV, ROUND), X0, PREC_INV, ROUND), PREC)
-    _put_block(A, 1, 1, C, X1 - eye, PREC)
+    _put_block(A, 0, 0, C, X0 - eye, PREC, PARTS)
+    _put_block(A, 1, 0, C, -_dot_inv(_dot_inv(X1, M, PREC_INV, ROUND), X0, PREC_INV, ROUND), PREC, PARTS)
+    _put_block(A, 1, 1, C, X1 - eye, PREC, PARTS)
 
 # %% ../nbs/10_gated_delta.ipynb #5b61a410
 @triton.jit
@@ -338,9 +348,9 @@ def _state(o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     else:
         return o_k[None, :] * V + o_v[:, None]
 
-# %% ../nbs/10_gated_delta.ipynb #0bf35a2d
+# %% ../nbs/10_gated_delta.ipynb #e05fdc6c
 @triton.jit(do_not_specialize=["T", "H", "NT"])
-def _scan_fwd_kernel(q, k, v, A, G_, b_, h0, o, h, ht, scale, T, H, NT,
+def _scan_fwd_kernel(q, k, v, A, vec, h0, o, h, ht, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                      EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr,
                      HAS_H0: tl.constexpr, SAVE_H: tl.constexpr, EVERY: tl.constexpr, SAVE_HT: tl.constexpr,
@@ -368,9 +378,9 @@ def _scan_fwd_kernel(q, k, v, A, G_, b_, h0, o, h, ht, scale, T, H, NT,
         q_, _ = _unit(_rows(q, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
         k_, _ = _unit(_rows(k, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
         a = _load_tile(A, i_bh, c, NT, C)
-        G = tl.load(G_ + (i_bh * NT + c) * C + o_c)
-        b = tl.load(b_ + (i_bh * NT + c) * C + o_c)
-        Gc = tl.load(G_ + (i_bh * NT + c) * C + C - 1)
+        G = tl.load(vec + (i_bh * NT + c) * (4 * C) + o_c)
+        b = tl.load(vec + (i_bh * NT + c) * (4 * C) + C + o_c)
+        Gc = tl.load(vec + (i_bh * NT + c) * (4 * C) + C - 1)
         gamma = _exp2(G)
         s = _operand(S, dt, PREC)
         if SAVE_H:
@@ -398,38 +408,49 @@ def _config(K, V, dtype):
     return dict(C=32 if wide or BK > 128 else 64, BK=BK, EVERY=2 if wide else 1, scan_fwd=scan, scan_bwd=scan,
                 chunk_bwd=dict(BV=min(BV, 64 if BK <= 64 else 32), num_warps=4, num_stages=1))
 
-# %% ../nbs/10_gated_delta.ipynb #dfcbbcec
+# %% ../nbs/10_gated_delta.ipynb #466ea728
 def _state_shape(B, H, K, V, v_first): return (B, H, V, K) if v_first else (B, H, K, V)
 def _ds_home(V, C): return 1 if V <= C else 2 if V <= 2 * C else 0
 
 @cache
-def _fwd_kernels(K, V, dtype, prec, l2norm, gate, bias, sigmoid, neg, v_first, h0, save, ht):
-    c = _config(K, V, dtype)
-    tile = dict(K=K, BK=c["BK"], C=c["C"], EPS=_EPS, USE_L2=l2norm, PREC=prec)
+def _fwd_kernels(K, V, dtype, prec, fast, l2norm, gate, bias, sigmoid, neg, v_first, h0, save, ht):
+    c, parts = _config(K, V, dtype), hopper.parts_of(dtype, prec) if fast else 1
+    tile = dict(K=K, BK=c["BK"], C=64 if fast else c["C"], EPS=_EPS, USE_L2=l2norm, PREC=prec)
     inverse = launcher(_chunk_inverse_kernel, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, PREC_INV=prec,
-                       num_warps=1)
+                       PARTS=parts, num_warps=2 if parts == 3 else 1)
+    if fast: return inverse, hopper.fwd_scan(parts, l2norm, v_first, h0, save, ht), 1
     scan = launcher(_scan_fwd_kernel, **tile, V=V, V_FIRST=v_first, HAS_H0=h0, SAVE_H=save, EVERY=c["EVERY"], SAVE_HT=ht,
                     **c["scan_fwd"])
-    return c["C"], c["EVERY"], inverse, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
+    return inverse, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
 
-# %% ../nbs/10_gated_delta.ipynb #77d66089
+# %% ../nbs/10_gated_delta.ipynb #2f571e70
+def _saved(q, V):
+    "Tokens in a chunk, and shapes and dtypes of A, its row vectors and the states."
+    (B, T, H, K), dtype = q.shape, q.dtype
+    if hopper.runs_here(K, V, q.device):
+        NT, parts = -(-T // 64), hopper.parts_of(dtype, fp32_precision(dtype))
+        dtype = torch.bfloat16 if parts > 1 else dtype
+        return 64, ((B, H, NT, parts, 3072), dtype), ((B, H, NT, 4, 64), torch.float32), ((B, H, max(NT - 1, 0), parts, V, K), dtype)
+    c = _config(int(K), int(V), dtype)
+    C, NT = c["C"], -(-T // c["C"])
+    return C, ((B, H, NT, 3 * C * C // 4), dtype), ((B, H, NT, 4, C), torch.float32), ((B, H, max(NT - 1, 0) // c["EVERY"], V, K), dtype)
+
 def _fwd(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     if h0 is not None: h0 = h0.contiguous()
     (B, T, H, K), V = q.shape, v.shape[-1]
-    C, every, inverse, scan, blocks = _fwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), l2norm, gate, dt_bias is not None,
-        sigmoid, neg, v_first, h0 is not None, save, output_final_state)
+    C, *saved = _saved(q, V)
+    inverse, scan, blocks = _fwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), hopper.runs_here(K, V, q.device), l2norm, gate,
+        dt_bias is not None, sigmoid, neg, v_first, h0 is not None, save, output_final_state)
     NT = triton.cdiv(T, C)
     o = torch.empty_like(v)
     ht = q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=torch.float32)
-    A, gb = q.new_empty(B, H, NT, 3 * C * C // 4), q.new_empty(2, B, H, NT, C, dtype=torch.float32)
-    h = q.new_empty(B, H, max(NT - 1, 0) // every if save else 0, V, K)
+    A, vec, h = (q.new_empty(shape if save or n < 2 else (0,), dtype=dtype) for n, (shape, dtype) in enumerate(saved))
     if T == 0 and output_final_state: ht.copy_(h0) if h0 is not None else ht.zero_()
     if o.numel():
-        G, b = gb.unbind()
-        inverse(B * H * NT, k, g, beta, A_log, dt_bias, A, G, b, T, H, NT)
-        scan(B * H * blocks, q, k, v, A, G, b, h0, o, h, ht, scale, T, H, NT)
-    return o, ht, A if save else A.new_empty(0), gb if save else gb.new_empty(0), h
+        inverse(B * H * NT, k, g, beta, A_log, dt_bias, A, vec, T, H, NT)
+        scan(B * H * blocks, q, k, v, A, vec, h0, o, h, ht, scale, T, H, NT)
+    return o, ht, A if save else A.new_empty(0), vec if save else vec.new_empty(0), h
 
 # %% ../nbs/10_gated_delta.ipynb #27bf2e21
 @triton.jit
@@ -450,9 +471,9 @@ def _safe(b):
     """Row weights for storing P as dv: beta itself, so that dv needs no second pass, or 1 where beta is too small to undo."""
     return tl.where(tl.abs(b) >= 0.015625, b, 1.0)
 
-# %% ../nbs/10_gated_delta.ipynb #31306741
+# %% ../nbs/10_gated_delta.ipynb #a6f70f54
 @triton.jit(do_not_specialize=["T", "H", "NT"])
-def _scan_bwd_kernel(q, k, A, G_, b_, do, dht, ds, ds2, dv, dh0, scale, T, H, NT,
+def _scan_bwd_kernel(q, k, do, A, vec, dht, ds, ds2, dv, dh0, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                      EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr, DS_HOME: tl.constexpr,
                      HAS_DHT: tl.constexpr, SAVE_DH0: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):
@@ -476,9 +497,9 @@ def _scan_bwd_kernel(q, k, A, G_, b_, do, dht, ds, ds2, dv, dh0, scale, T, H, NT
         k_, _ = _unit(_rows(k, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
         do_ = tl.trans(_rows(do, i_b, i_h, t0, o_c, o_v, T, H, V)).to(tl.float32)
         a = _load_tile(A, i_bh, c, NT, C)
-        G = tl.load(G_ + (i_bh * NT + c) * C + o_c)
-        b = tl.load(b_ + (i_bh * NT + c) * C + o_c)
-        Gc = tl.load(G_ + (i_bh * NT + c) * C + C - 1)
+        G = tl.load(vec + (i_bh * NT + c) * (4 * C) + o_c)
+        b = tl.load(vec + (i_bh * NT + c) * (4 * C) + C + o_c)
+        Gc = tl.load(vec + (i_bh * NT + c) * (4 * C) + C - 1)
         gamma = _exp2(G)
         s = _operand(dS, dt, PREC)
         if n > 0:
@@ -495,13 +516,13 @@ def _scan_bwd_kernel(q, k, A, G_, b_, do, dht, ds, ds2, dv, dh0, scale, T, H, NT
             # what rounding cut off the first chunk's do, which no later step rounds again
             q_, _ = _unit(_rows(q, i_b, i_h, 0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
             do_ = tl.trans(_rows(do, i_b, i_h, 0, o_c, o_v, T, H, V)).to(tl.float32)
-            do_ *= (scale * _exp2(tl.load(G_ + i_bh * NT * C + o_c)))[None, :]
+            do_ *= (scale * _exp2(tl.load(vec + i_bh * NT * (4 * C) + o_c)))[None, :]
             dS += dot(cast(do_ - cast(do_, dt).to(tl.float32), dt), q_, PREC)
         tl.store(dh0 + i_bh * K * V + o_s, dS, mask=m_s)
 
-# %% ../nbs/10_gated_delta.ipynb #dceb1aa0
+# %% ../nbs/10_gated_delta.ipynb #df08ec1f
 @triton.jit
-def _start_state(k, v, A, G_, b_, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT,
+def _start_state(k, v, A, vec, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT,
                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                  EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr, EVERY: tl.constexpr,
                  HAS_H0: tl.constexpr, PREC: tl.constexpr):
@@ -521,9 +542,9 @@ def _start_state(k, v, A, G_, b_, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT,
             c = i_c - 1
             k_, _ = _unit(_rows(k, i_b, i_h, c * C, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
             a = _load_tile(A, i_bh, c, NT, C)
-            G = tl.load(G_ + (i_bh * NT + c) * C + o_c)
-            Gc = tl.load(G_ + (i_bh * NT + c) * C + C - 1)
-            b = tl.load(b_ + (i_bh * NT + c) * C + o_c)
+            G = tl.load(vec + (i_bh * NT + c) * (4 * C) + o_c)
+            Gc = tl.load(vec + (i_bh * NT + c) * (4 * C) + C - 1)
+            b = tl.load(vec + (i_bh * NT + c) * (4 * C) + C + o_c)
             R = tl.trans(_rows(v, i_b, i_h, c * C, o_c, o_v, T, H, V)).to(tl.float32)
             R = b[None, :] * (R - _exp2(G)[None, :] * dot(S, tl.trans(k_), PREC))
             R += dot(_operand(R, dt, PREC), tl.trans(a), PREC)
@@ -531,9 +552,9 @@ def _start_state(k, v, A, G_, b_, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT,
             S = _operand(S.to(tl.float32) * _exp2(Gc) + dot(_operand(R, dt, PREC), k_, PREC), dt, PREC)
     return S
 
-# %% ../nbs/10_gated_delta.ipynb #8b0fb808
+# %% ../nbs/10_gated_delta.ipynb #0026fbb3
 @triton.jit
-def _chunk_values(k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, v0,
+def _chunk_values(k, k_, v, A, vec, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, v0,
                   i_b, i_h, i_c, i_bh, T, H, NT,
                   K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                   EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr, DS_HOME: tl.constexpr,
@@ -544,7 +565,7 @@ def _chunk_values(k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds
     dt = k_.dtype
     m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
     o_s = _state(o_v, o_k, K, V, V_FIRST)
-    S = _start_state(k, v, A, G_, b_, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT, K, V, BK, BV, C, EPS, USE_L2, V_FIRST,
+    S = _start_state(k, v, A, vec, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT, K, V, BK, BV, C, EPS, USE_L2, V_FIRST,
                      EVERY, HAS_H0, PREC)
     dS = tl.load(_ds_tile(ds, ds2, i_b, i_h, i_c, o_v, o_k, T, H, NT, K, V, C, DS_HOME),
                  mask=m_s & (i_c < NT - 1), other=0.0)
@@ -567,9 +588,9 @@ def _chunk_values(k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds
     last += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
     return S, dS, do_, P, _operand(R, dt, PREC), db, dm, last
 
-# %% ../nbs/10_gated_delta.ipynb #a199198c
+# %% ../nbs/10_gated_delta.ipynb #585bc776
 @triton.jit
-def _sum_over_values(k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last,
+def _sum_over_values(k, k_, v, A, vec, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last,
                      i_b, i_h, i_c, i_bh, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                      EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr, DS_HOME: tl.constexpr,
@@ -581,7 +602,7 @@ def _sum_over_values(k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds,
     dMt, dTt = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for v0 in range(0, V, BV):
         S, dS, do_, P, R, db, dm, last = _chunk_values(
-            k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, v0,
+            k, k_, v, A, vec, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, v0,
             i_b, i_h, i_c, i_bh, T, H, NT,
             K, V, BK, BV, C, EPS, USE_L2, V_FIRST, DS_HOME, EVERY, HAS_H0, HAS_DHT, PREC)
         dkt += dot(R, dS, PREC)
@@ -614,9 +635,9 @@ def _put_gates(db, dx, m_t, g, b, A_log, dt_bias, dg, dbeta, dgate, i_b, i_h, i_
         tl.store(p_d + 1, tl.sum(tl.where(m_t, dx, 0.0)[None, :], 1))
     tl.store(dg + p_t, cast(dx, dg.dtype.element_ty), mask=m_t)
 
-# %% ../nbs/10_gated_delta.ipynb #bc833c52
+# %% ../nbs/10_gated_delta.ipynb #4e04d778
 @triton.jit(do_not_specialize=["T", "H", "NT"])
-def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate,
+def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate,
                       scale, T, H, NT,
                       K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                       EPS: tl.constexpr, USE_L2: tl.constexpr, USE_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -633,9 +654,9 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds,
     dt = q.dtype.element_ty
     q_, rq = _unit(_rows(q, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
     k_, rk = _unit(_rows(k, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
-    G = tl.load(G_ + pid * C + o_c)
-    b = tl.load(b_ + pid * C + o_c)
-    Gc = tl.load(G_ + pid * C + C - 1)
+    G = tl.load(vec + pid * (4 * C) + o_c)
+    b = tl.load(vec + pid * (4 * C) + C + o_c)
+    Gc = tl.load(vec + pid * (4 * C) + C - 1)
     gamma = _exp2(G)
     a = _load_tile(A, i_bh, i_c, NT, C)
     w = _safe(b)
@@ -644,13 +665,13 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds,
     last = 0.0
     if V <= BV:
         S, dS, do_, P, R, db, dm, last = _chunk_values(
-            k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, 0,
+            k, k_, v, A, vec, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last, 0,
             i_b, i_h, i_c, i_bh, T, H, NT,
             K, V, BK, BV, C, EPS, USE_L2, V_FIRST, DS_HOME, EVERY, HAS_H0, HAS_DHT, PREC)
         dkt = dot(R, dS, PREC)
     else:
         dqs, dks, dkt, dM, dT, dMt, dTt, db, dm, last = _sum_over_values(
-            k, k_, v, A, G_, b_, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last,
+            k, k_, v, A, vec, a, G, gamma, b, w, h0, h, do, dht, ds, ds2, dv, db, dm, last,
             i_b, i_h, i_c, i_bh, T, H, NT,
             K, V, BK, BV, C, EPS, USE_L2, V_FIRST, DS_HOME, EVERY, HAS_H0, HAS_DHT, PREC)
     kf = k_.to(tl.float32)
@@ -697,9 +718,11 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, G_, b_, h0, h, do, dht, ds,
     _put_gates(db, dx, m_t, g, b, A_log, dt_bias, dg, dbeta, dgate, i_b, i_h, i_c, t0, o_c, T, H, NT,
                USE_GATE, HAS_BIAS, USE_SIGMOID, NEG)
 
-# %% ../nbs/10_gated_delta.ipynb #5ec5bb50
+# %% ../nbs/10_gated_delta.ipynb #e51187cd
 @cache
-def _bwd_kernels(K, V, dtype, prec, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht, dh0):
+def _bwd_kernels(K, V, dtype, prec, parts, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht, dh0):
+    if parts: return (64, hopper.bwd_scan(parts, l2norm, v_first, dht, dh0),
+                      hopper.bwd_chunks(parts, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht), 1)
     c = _config(K, V, dtype)
     tile = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, USE_L2=l2norm, PREC=prec, V_FIRST=v_first, HAS_DHT=dht,
                 DS_HOME=_ds_home(V, c["C"]))
@@ -708,12 +731,12 @@ def _bwd_kernels(K, V, dtype, prec, l2norm, gate, bias, sigmoid, neg, v_first, h
                      **c["chunk_bwd"])
     return c["C"], scan, chunk, triton.cdiv(V, c["scan_bwd"]["BV"])
 
-# %% ../nbs/10_gated_delta.ipynb #2c02da6f
-def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
+# %% ../nbs/10_gated_delta.ipynb #34067f86
+def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, vec, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
     do, q, k, v, g, beta = (x.contiguous() for x in (do, q, k, v, g, beta))
     dht, h0 = (x if x is None else x.contiguous() for x in (dht, h0))
-    (B, T, H, K), V = q.shape, v.shape[-1]
-    C, scan, chunk, blocks = _bwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), l2norm, gate, dt_bias is not None,
+    (B, T, H, K), V, parts = q.shape, v.shape[-1], A.shape[3] if A.dim() == 5 else 0
+    C, scan, chunk, blocks = _bwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), parts, l2norm, gate, dt_bias is not None,
         sigmoid, neg, v_first, h0 is not None, dht is not None, want_dh0)
     NT = triton.cdiv(T, C)
     dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g, beta))
@@ -721,42 +744,40 @@ def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm,
     dgate = q.new_empty((B, NT, H, 2) if gate else (0,), dtype=torch.float32)
     if T == 0 and want_dh0: dh0.copy_(dht) if dht is not None else dh0.zero_()
     if dv.numel():
-        ds, ds2 = (dq, dk) if _ds_home(V, C) else (q.new_empty(B, H, NT - 1, V, K), None)
-        G, b = gb.unbind()
-        scan(B * H * blocks, q, k, A, G, b, do, dht, ds, ds2, dv, dh0, scale, T, H, NT)
-        chunk(B * H * NT, q, k, v, g, A_log, dt_bias, A, G, b, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate, scale, T, H, NT)
+        if parts: ds, ds2 = dq.view(h.dtype), dk.view(h.dtype)
+        else: ds, ds2 = (dq, dk) if _ds_home(V, C) else (q.new_empty(B, H, NT - 1, V, K), None)
+        scan(B * H * blocks, q, k, do, A, vec, dht, ds, ds2, dv, dh0, scale, T, H, NT)
+        chunk(B * H * NT, q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate, scale, T, H, NT)
     return dq, dk, dv, dg, dbeta, dgate.sum((0, 1)) if gate else dgate, dh0
 
-# %% ../nbs/10_gated_delta.ipynb #f83d8afe
+# %% ../nbs/10_gated_delta.ipynb #7033de87
 def _fwd_fake(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
-    (B, T, H, K), V = q.shape, v.shape[-1]
-    c = _config(int(K), int(V), q.dtype)
-    C, NT, f32 = c["C"], -(-T // c["C"]), torch.float32
-    return (v.new_empty(v.shape), q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=f32),
-            q.new_empty((B, H, NT, 3 * C * C // 4) if save else (0,)),
-            q.new_empty((2, B, H, NT, C) if save else (0,), dtype=f32),
-            q.new_empty(B, H, max(NT - 1, 0) // c["EVERY"] if save else 0, V, K))
+    B, H, K, V = q.shape[0], *q.shape[2:], v.shape[-1]
+    state = _state_shape(B, H, K, V, v_first) if output_final_state else (0,)
+    saved = (q.new_empty(shape if save else (0,), dtype=dtype) for shape, dtype in _saved(q, V)[1:])
+    return v.new_empty(v.shape), q.new_empty(state, dtype=torch.float32), *saved
 
-def _bwd_fake(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, gb, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
+def _bwd_fake(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, vec, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
     return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)),
             q.new_empty((g.shape[-1], 2) if gate else (0,), dtype=torch.float32),
             q.new_empty(h0.shape if want_dh0 else (0,), dtype=torch.float32))
 
-# %% ../nbs/10_gated_delta.ipynb #401d7346
+# %% ../nbs/10_gated_delta.ipynb #a3871844
 _IN = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state"
 _OPTIONS = "bool l2norm, bool gate, bool sigmoid, bool neg, bool v_first"
 _fwd_op = register(f"gated_delta_fwd({_IN}, float scale, bool output_final_state, {_OPTIONS}, bool save)"
                    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fwd, _fwd_fake)
-_bwd_op = register(f"gated_delta_bwd(Tensor do, Tensor? dht, {_IN}, Tensor A, Tensor gb, Tensor h, float scale, {_OPTIONS},"
+_bwd_op = register(f"gated_delta_bwd(Tensor do, Tensor? dht, {_IN}, Tensor A, Tensor vec, Tensor h, float scale, {_OPTIONS},"
                    " bool want_dh0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _bwd, _bwd_fake)
+_fwd_call, _bwd_call = straight(_fwd_op, _fwd), straight(_bwd_op, _bwd)
 
-# %% ../nbs/10_gated_delta.ipynb #ffe43e49
+# %% ../nbs/10_gated_delta.ipynb #6f0e4ee3
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         *x, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first = args
-        o, ht, A, gb, h = _fwd_op(*args, True)
-        ctx.save_for_backward(*x, A, gb, h)
+        o, ht, A, vec, h = _fwd_call(*args, True)
+        ctx.save_for_backward(*x, A, vec, h)
         ctx.options = scale, l2norm, gate, sigmoid, neg, v_first, x[7] is not None and x[7].requires_grad
         ctx.set_materialize_grads(False)
         return o, ht
@@ -764,19 +785,20 @@ class _GatedDelta(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, do, dht):
-        *x, A, gb, h = ctx.saved_tensors
+        *x, A, vec, h = ctx.saved_tensors
         if do is None: do = torch.zeros_like(x[2])  # only the final state was used
-        *grads, dgate, dh0 = _bwd_op(do, dht, *x, A, gb, h, *ctx.options)
+        *grads, dgate, dh0 = _bwd_call(do, dht, *x, A, vec, h, *ctx.options)
         wants = ctx.needs_input_grad
         dA_log, ddt_bias = dgate.unbind(-1) if wants[5] or wants[6] else (None, None)
         grads += [dA_log, ddt_bias, dh0]
         return *(d.to(a.dtype) if need else None for d, a, need in zip(grads, x, wants)), *[None] * 7
 
-def _inference(*args): return _fwd_op(*args, False)[:2]
+def _inference(*args): return _fwd_call(*args, False)[:2]
 def _inference_fake(*args): return _fwd_fake(*args, False)[:2]
 
 _op = register(f"gated_delta({_IN}, float scale, bool output_final_state, {_OPTIONS}) -> (Tensor, Tensor)",
                _inference, _inference_fake, _GatedDelta)
+_call = straight(_op, _inference, _GatedDelta)
 
 # %% ../nbs/10_gated_delta.ipynb #6738f20f
 def _check(q, k, v, g, beta, initial_state, state_v_first, A_log, dt_bias):
@@ -799,7 +821,7 @@ def _check(q, k, v, g, beta, initial_state, state_v_first, A_log, dt_bias):
     if A_log is not None: check_tensor("A_log", A_log, (H,), FLOATS, device)
     if dt_bias is not None: check_tensor("dt_bias", dt_bias, (H,), FLOATS, device)
 
-# %% ../nbs/10_gated_delta.ipynb #e3cca9e5
+# %% ../nbs/10_gated_delta.ipynb #a3b1e9f8
 def chunk_gated_delta_rule(
     q:Tensor, # [B, T, H, K], 1 <= K <= 256; float32, bfloat16 or float16
     k:Tensor, # [B, T, H, K], dtype of q
@@ -836,12 +858,12 @@ def chunk_gated_delta_rule(
     _check(q, k, v, g, beta, initial_state, state_v_first, A_log, dt_bias)
     if scale is None: scale = q.shape[-1] ** -0.5
     elif isinstance(scale, Tensor): raise TypeError("scale: expected a number, got a tensor")
-    o, state = _op(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, use_qk_l2norm_in_kernel,
+    o, state = _call(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, use_qk_l2norm_in_kernel,
                    use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
     return o, state if output_final_state else None
 
-# %% ../nbs/10_gated_delta.ipynb #b3826324
-_WIDE = dict.fromkeys("g dg G_ b_ h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32") | dict(scale="fp32", T="i32", H="i32", NT="i32")
+# %% ../nbs/10_gated_delta.ipynb #138c166a
+_WIDE = dict.fromkeys("g dg vec h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32") | dict(scale="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
 _SWITCHES = "USE_L2 USE_GATE HAS_BIAS USE_SIGMOID NEG V_FIRST HAS_H0 SAVE_HT HAS_DHT SAVE_DH0".split()
 
@@ -849,7 +871,7 @@ def _case(kernel, dtype, prec, K, V, everything, spill):
     c, name = _config(K, V, torch.float32 if dtype == "fp32" else torch.bfloat16), kernel.fn.__name__
     tile = dict(c.get(name[1:].removesuffix("_kernel"), dict(num_warps=1)))
     how = {n: tile.pop(n) for n in ("num_warps", "num_stages") if n in tile}
-    fixed = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, PREC=prec, PREC_INV=prec, SAVE_H=True, EVERY=c["EVERY"],
+    fixed = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, PREC=prec, PREC_INV=prec, PARTS=1, SAVE_H=True, EVERY=c["EVERY"],
                  DS_HOME=_ds_home(V, c["C"])) | dict.fromkeys(_SWITCHES, everything) | tile | ({} if everything else _OPTIONAL)
     fixed = {n: fixed[n] for n in kernel.arg_names if n in fixed}
     types = {n: _WIDE.get(n, f"*{dtype}") for n in kernel.arg_names if n not in fixed}

@@ -342,13 +342,14 @@ def compare(
             rows += [row(op, impl, shape, dtype, name, metric, samples) for impl, samples in got.items()]
     return rows
 
-# %% ../nbs/01_measure.ipynb #821b36b0
+# %% ../nbs/01_measure.ipynb #50f6d117
 def module_sha256(
     name: str,  # module or chapter: "gated_delta" or "10_gated_delta"
 ) -> str:
-    "The hash of an exported module."
-    module = re.sub(r"^\d\d_", "", name)
-    return sha256((repo_root() / "dormouse_fused" / f"{module}.py").read_bytes()).hexdigest()
+    "The hash of an exported module, and of those named after it, as `gated_delta_hopper` is after `gated_delta`."
+    package, module = repo_root() / "dormouse_fused", re.sub(r"^\d\d_", "", name)
+    files = [package / f"{module}.py", *sorted(package.glob(f"{module}_*.py"))]
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 def record_path(stem: str) -> Path:
     "Where a chapter's record lives."

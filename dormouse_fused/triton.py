@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['INTERPRET', 'INTERPRETED', 'L2NORM_TILES', 'FLOATS', 'TARGETS', 'SHARED_BYTES', 'dot', 'cast', 'fp32_precision',
            'naive_l2norm', 'naive_l2norm_bwd', 'l2norm_cost', 'l2norm_tile', 'l2norm_bwd_tile', 'register',
-           'below_autograd', 'first_order', 'check_tensor', 'check_device', 'l2norm', 'launcher', 'Case', 'Usage',
-           'aot_all', 'aot', 'for_targets', 'aot_cases', 'assert_async']
+           'below_autograd', 'straight', 'first_order', 'check_tensor', 'check_device', 'l2norm', 'launcher', 'Case',
+           'Usage', 'aot_all', 'aot', 'for_targets', 'aot_cases', 'assert_async']
 
 # %% ../nbs/03_triton.ipynb #702b0454
 import os, pickle, re, subprocess, sys, tempfile
@@ -153,12 +153,15 @@ def register(
     lib.impl(name, _differentiable(op, autograd) if autograd else torch.library.fallthrough_kernel, "Autograd")
     return op
 
-# %% ../nbs/03_triton.ipynb #b4d3bfb5
+# %% ../nbs/03_triton.ipynb #e7e77bad
 def _differentiable(op, autograd):
     def call(*args):
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args): return autograd.apply(*args)
+        if _needs_gradient(args): return autograd.apply(*args)
         return below_autograd(op, *args)
     return call
+
+def _needs_gradient(args):
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 def below_autograd(op, *args):
     "Call an operator's implementation from its own `torch.autograd.Function`."
@@ -169,6 +172,27 @@ def _on_its_device(impl):
     def guarded(first, *rest):
         with torch.cuda.device_of(first): return impl(first, *rest)
     return guarded
+
+# %% ../nbs/03_triton.ipynb #d357674f
+def straight(
+    op, # from `register`
+    impl, # as given to it
+    autograd=None, # as given to it
+): # the operator, to be called with positional arguments
+    "An operator's implementation without PyTorch's dispatcher, or the operator where somebody listens there."
+    if torch.cuda.device_count() > 1: impl = _on_its_device(impl)
+    def call(*args):
+        if _heard(args): return op(*args)
+        if autograd and _needs_gradient(args): return autograd.apply(*args)
+        return impl(*args)
+    return call
+
+def _heard(args):
+    if torch.compiler.is_compiling(): return True
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack(): return True
+    return args[0].is_meta or any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
+
+_PLAIN = Tensor, torch.nn.Parameter
 
 # %% ../nbs/03_triton.ipynb #d2792a32
 def first_order(backward):
@@ -266,7 +290,7 @@ def launcher(
         else: compiled[key] = kernel[(programs,)](*args, *constants, **fixed)
     return launch
 
-# %% ../nbs/03_triton.ipynb #56f9cfd5
+# %% ../nbs/03_triton.ipynb #81b6199e
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024} # the most a program can have
 
@@ -279,6 +303,8 @@ class Case(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     spill: int = 0 # bytes per thread that it may spill on an NVIDIA GPU; more than 0 needs a written reason
+    targets: tuple = () # architectures it is for; none named means all
+    options: tuple = () # more of the compiler's options, as pairs
 
 class Usage(NamedTuple):
     "What a compiled kernel takes of the machine."
@@ -288,16 +314,18 @@ class Usage(NamedTuple):
     spill: int # bytes per thread
     shared: int # bytes per program
 
-# %% ../nbs/03_triton.ipynb #378973c2
+# %% ../nbs/03_triton.ipynb #73482eac
 def _compile(case):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
     module, _, name = case.kernel.partition(":")
     fn = getattr(import_module(module), name)
     types = {a: case.signature.get(a, "constexpr") for a in fn.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t[0] == "*" or t.endswith(":16")}
-    source = ASTSource(fn, {a: t.partition(":")[0] for a, t in types.items()}, case.constexprs, aligned)
-    built = triton.compile(source, GPUTarget(*TARGETS[case.arch]), dict(num_warps=case.num_warps, num_stages=case.num_stages))
+    source = GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource
+    source = source(fn, {a: t.partition(":")[0] for a, t in types.items()}, case.constexprs, aligned)
+    built = triton.compile(source, GPUTarget(*TARGETS[case.arch]), dict(case.options, num_warps=case.num_warps, num_stages=case.num_stages))
     return Usage(name, case.arch, *_resources(built), built.metadata.shared)
 
 def _compile_from_stdin():
@@ -342,7 +370,7 @@ def aot(kernel, signature, constexprs, arch="sm_90", num_warps=4, num_stages=3) 
     "`aot_all` for one `Case`."
     return aot_all([Case(kernel, signature, constexprs, arch, num_warps, num_stages)])[0]
 
-# %% ../nbs/03_triton.ipynb #06410067
+# %% ../nbs/03_triton.ipynb #bf8d2a77
 def for_targets(
     cases:list, # of `Case`
     archs=tuple(TARGETS),
@@ -351,7 +379,7 @@ def for_targets(
     def at(case, arch):
         ieee = {k: "ieee" if v == "tf32x3" and arch.startswith("gfx") else v for k, v in case.constexprs.items()}
         return case._replace(arch=arch, constexprs=ieee)
-    return [at(case, arch) for arch in archs for case in cases]
+    return [at(case, arch) for arch in archs for case in cases if not case.targets or arch in case.targets]
 
 def aot_cases(
     dims=(64, 768, 16384), # D

@@ -16,6 +16,7 @@ HOST_SIDE: dict[str, str | set[str]] = {
     "machine": "*",  # measures this machine
     "measure": "*",  # reads clocks and counters
     "parity": "*",  # compares values
+    "gluon": {"_Pointer", "_language"},  # its interpreter, on the CPU
     "train": {"block", "draw_losses"},  # the declared read every so many steps, and the plot
 }
 WAITING_METHODS = {

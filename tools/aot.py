@@ -7,6 +7,7 @@ otherwise, and keep within the shared memory of a program; AMD's must compile.
 
 import ast
 import os
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ def kernels(module: Path) -> set[str]:
     "Names of the module's launchable kernels."
     names = set()
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
-        jitted = isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+        jitted = isinstance(node, ast.FunctionDef) and any(re.search(r"(triton|gluon)\.jit", ast.unparse(d)) for d in node.decorator_list)
         if jitted and node.name.endswith("_kernel"):
             names.add(node.name)
     return names

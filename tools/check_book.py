@@ -235,8 +235,9 @@ def records(book: Book) -> Iterator[str]:
         if reader.fieldnames != RECORD_FIELDS:
             yield f"refs/records/{path.name}: columns are {reader.fieldnames}, expected {RECORD_FIELDS}"
             continue
-        module = book.package / f"{chapters[path.stem].name}.py"
-        today = hashlib.sha256(module.read_bytes()).hexdigest() if module.exists() else None
+        name = chapters[path.stem].name
+        modules = [book.package / f"{name}.py", *sorted(book.package.glob(f"{name}_*.py"))]
+        today = hashlib.sha256(b"".join(m.read_bytes() for m in modules)).hexdigest() if modules[0].exists() else None
         stale = Counter(row["source_sha256"] for row in rows if row["source_sha256"] != today)
         if stale:
             yield f"refs/records/{path.name}: {sum(stale.values())} of {len(rows)} rows are stale; record them again"
@@ -328,7 +329,7 @@ def cells(book: Book) -> Iterator[str]:
     "Cells are short, ran without complaint, and install nothing."
     for chapter in book.chapters:
         for cell in chapter.code:
-            limit = KERNEL_LINES if "triton.jit" in cell.code else CELL_LINES
+            limit = KERNEL_LINES if re.search(r"\b(triton|gluon)\.jit\b", cell.code) else CELL_LINES
             if (count := counted_lines(cell)) > limit:
                 yield f"{at(chapter, cell)}: {count} lines, at most {limit}"
             if re.search(r"^\s*[!%].*\b(pip|conda|wget|curl)\b|urlopen|urlretrieve|requests\.get", cell.source, re.M):
