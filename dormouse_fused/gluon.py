@@ -27,15 +27,15 @@ from triton.language.extra import libdevice
 C = gl.constexpr(64)
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7, 3.6: every warp of this job waits for the others
 
-# %% ../nbs/04_gluon.ipynb #6a785990
-@gluon.jit
-def tile_layout(dtype: gl.constexpr, W: gl.constexpr = 4):
+# %% ../nbs/04_gluon.ipynb #bc549928
+@gluon.constexpr_function
+def tile_layout(dtype, W=4):
     """A tile in memory's order, 16 bytes to a thread, over W warps."""
-    N: gl.constexpr = 128 // dtype.primitive_bitwidth
+    N = 128 // dtype.primitive_bitwidth
     return gl.BlockedLayout([1, N], [N // 2, 64 // N], [W, 1], [1, 0])
 
-@gluon.jit
-def product_layout(W: gl.constexpr = 4):
+@gluon.constexpr_function
+def product_layout(W=4):
     """The accumulators of a product over W warps: 4, or 8 that share its columns."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, W // 4], instr_shape=[16, 256 // W, 16])
 
