@@ -423,7 +423,7 @@ def _fwd_kernels(K, V, dtype, prec, fast, l2norm, gate, bias, sigmoid, neg, v_fi
                     **c["scan_fwd"])
     return inverse, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
 
-# %% ../nbs/10_gated_delta.ipynb #2f571e70
+# %% ../nbs/10_gated_delta.ipynb #d964bd71
 def _saved(q, V):
     "Tokens in a chunk, and shapes and dtypes of A, its row vectors and the states."
     (B, T, H, K), dtype = q.shape, q.dtype
@@ -435,9 +435,14 @@ def _saved(q, V):
     C, NT = c["C"], -(-T // c["C"])
     return C, ((B, H, NT, 3 * C * C // 4), dtype), ((B, H, NT, 4, C), torch.float32), ((B, H, max(NT - 1, 0) // c["EVERY"], V, K), dtype)
 
+def _dense(x):
+    "x, contiguous and from a multiple of 16 bytes on, for which loads and copies are compiled."
+    if x is None: return x
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
 def _fwd(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    if h0 is not None: h0 = h0.contiguous()
+    q, k, v, g, beta, h0 = map(_dense, (q, k, v, g, beta, h0))
     (B, T, H, K), V = q.shape, v.shape[-1]
     C, *saved = _saved(q, V)
     inverse, scan, blocks = _fwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), hopper.runs_here(K, V, q.device), l2norm, gate,
@@ -731,10 +736,9 @@ def _bwd_kernels(K, V, dtype, prec, parts, l2norm, gate, bias, sigmoid, neg, v_f
                      **c["chunk_bwd"])
     return c["C"], scan, chunk, triton.cdiv(V, c["scan_bwd"]["BV"])
 
-# %% ../nbs/10_gated_delta.ipynb #34067f86
+# %% ../nbs/10_gated_delta.ipynb #ad9195d7
 def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, vec, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
-    do, q, k, v, g, beta = (x.contiguous() for x in (do, q, k, v, g, beta))
-    dht, h0 = (x if x is None else x.contiguous() for x in (dht, h0))
+    do, q, k, v, g, beta, dht, h0 = map(_dense, (do, q, k, v, g, beta, dht, h0))
     (B, T, H, K), V, parts = q.shape, v.shape[-1], A.shape[3] if A.dim() == 5 else 0
     C, scan, chunk, blocks = _bwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), parts, l2norm, gate, dt_bias is not None,
         sigmoid, neg, v_first, h0 is not None, dht is not None, want_dh0)

@@ -546,6 +546,18 @@ def test_scale_on_the_device_is_refused():
         chunk_gated_delta_rule(**make(T=2), scale=torch.ones(()))
 
 
+def test_tensors_that_start_anywhere():
+    x = make(T=70, H=1, K=64, V=64, dtype=torch.bfloat16)
+    do, dS = upstream(x)
+
+    def moved(t):
+        return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t)
+
+    a = values(chunk_gated_delta_rule, x, do, dS)
+    b = values(chunk_gated_delta_rule, {n: moved(t) for n, t in x.items()}, moved(do), moved(dS))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
 @pytest.mark.parametrize("C", [1, 7, 64])
 def test_references_agree(C):
     x = {n: t.double().cpu() for n, t in make(T=30, gate=True, raw_beta=True).items()}
