@@ -1,6 +1,7 @@
 """On a GPU host: run a chapter with its measurements on, so that it writes its record and figures."""
 
 import argparse
+import logging
 import os
 import sys
 import tempfile
@@ -21,6 +22,7 @@ def main() -> int:
         print("no GPU here: records are measured on one")
         return 2
     os.environ["DORMOUSE_RECORD"] = "1"
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what the cells print
     with tempfile.TemporaryDirectory() as folder:
         papermill.execute_notebook(
             chapter.path, Path(folder) / chapter.path.name, cwd=chapter.path.parent, kernel_name="python3", log_output=True
