@@ -6,20 +6,24 @@
 __all__ = ['LOG2E', 'naive_recurrent_gated_delta_rule', 'naive_chunk_gated_delta_rule', 'chunk_products', 'gated_delta_cost',
            'dot_chain', 'chunk_gated_delta_rule', 'aot_cases']
 
-# %% ../nbs/10_gated_delta.ipynb #4b720db3
+# %% ../nbs/10_gated_delta.ipynb #f4e354a6
 import math
 from functools import cache
 from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from . import gated_delta_hopper as hopper
 from .machine import Cost, tensor_bytes
 from .triton import FLOATS, INTERPRETED, Case, cast, check_device, check_tensor
 from .triton import dot, first_order, fp32_precision, launcher, register, straight
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents
+
+# %% ../nbs/10_gated_delta.ipynb #bbad2edd
+try: from dormouse_fused import gated_delta_hopper as hopper
+except ImportError: hopper = None  # a Triton whose experimental names are others
 
 # %% ../nbs/10_gated_delta.ipynb #a21a4b5f
 def _activate(q, k, g, beta, use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False,
@@ -171,7 +175,13 @@ def _operand(x, dt: tl.constexpr, PREC: tl.constexpr):
     else:
         return cast(x, dt)
 
-# %% ../nbs/10_gated_delta.ipynb #03536d73
+# %% ../nbs/10_gated_delta.ipynb #5d0e5ac6
+@triton.jit
+def _place(N, H):
+    """The program's place: one of N, its (batch, head), batch and head. 32-bit division takes a fraction of the time of 64-bit."""
+    i = tl.program_id(0)
+    return i % N, (i // N).to(tl.int64), (i // N // H).to(tl.int64), i // N % H
+
 @triton.jit
 def _rows(x, i_b, i_h, t0, o_c, o_d, T, H, D: tl.constexpr):
     """Tile [C, BD] of x [B, T, H, D] from token t0, zero outside."""
@@ -282,18 +292,18 @@ def _put_block(A, r: tl.constexpr, s: tl.constexpr, C: tl.constexpr, x, PREC: tl
         x -= y
     tl.store(p + (PARTS - 1) * (3 * C * C // 4), _operand(x, A.dtype.element_ty, PREC))
 
-# %% ../nbs/10_gated_delta.ipynb #5834a044
+# %% ../nbs/10_gated_delta.ipynb #85650a41
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, vec, T, H, NT,
                           K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
                           USE_L2: tl.constexpr, USE_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
                           USE_SIGMOID: tl.constexpr, NEG: tl.constexpr,
-                          PREC: tl.constexpr, PREC_INV: tl.constexpr, PARTS: tl.constexpr):
+                          PREC: tl.constexpr, PREC_INV: tl.constexpr, PARTS: tl.constexpr, DEPENDENTS: tl.constexpr):
     """A = (I + T)^-1 - I of every chunk, [B, H, NT, PARTS, 3 C^2 / 4], and its row vectors, [B, H, NT, 4, C]: the decays'
     cumulative log2 G, beta, and the decays to the chunk's end and from its start."""
-    pid = tl.program_id(0).to(tl.int64)
-    i_c, i_bh = (pid % NT).to(tl.int32), pid // NT
-    i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
+    if DEPENDENTS:  # the scan may start: what it needs from here, it waits for
+        gdc_launch_dependents()
+    i_c, i_bh, i_b, i_h = _place(NT, H)
     NB: tl.constexpr = C // 16
     ROUND: tl.constexpr = k.dtype.element_ty == tl.float32
     N: tl.constexpr = C // 2
@@ -302,11 +312,12 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, vec, T, H, NT,
     x, _ = _gate(g, A_log, dt_bias, i_b, i_h, t0, o_c, T, H, USE_GATE, HAS_BIAS)
     b = _beta(beta, i_b, i_h, t0, o_c, T, H, USE_SIGMOID, NEG)
     G = tl.cumsum(x, 0) * LOG2E
-    at = vec + pid * (4 * C) + o_c
-    tl.store(at, G)
-    tl.store(at + C, b)
-    tl.store(at + 2 * C, _exp2(tl.sum(tl.where(o_c == C - 1, G, 0.0), 0) - G))
-    tl.store(at + 3 * C, _exp2(G))
+    pid = tl.program_id(0).to(tl.int64)
+    p = vec + pid * (4 * C) + o_c
+    tl.store(p, G)
+    tl.store(p + C, b)
+    tl.store(p + 2 * C, _exp2(tl.sum(tl.where(o_c == C - 1, G, 0.0), 0) - G))
+    tl.store(p + 3 * C, _exp2(G))
     G4, b4 = tl.reshape(G, [NB, 16]), tl.reshape(b, [NB, 16])
     k4 = _blocks(k, i_b, i_h, t0, tl.arange(0, NB)[:, None] * 16 + o_16[None, :], o_k, T, H, K, USE_L2, EPS, PREC)
     i, j = o_16[None, :, None], o_16[None, None, :]
@@ -348,7 +359,7 @@ def _state(o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     else:
         return o_k[None, :] * V + o_v[:, None]
 
-# %% ../nbs/10_gated_delta.ipynb #e05fdc6c
+# %% ../nbs/10_gated_delta.ipynb #fc02e487
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _scan_fwd_kernel(q, k, v, A, vec, h0, o, h, ht, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -357,10 +368,8 @@ def _scan_fwd_kernel(q, k, v, A, vec, h0, o, h, ht, scale, T, H, NT,
                      PREC: tl.constexpr, STAGES: tl.constexpr):
     """o and the states h [B, H, (NT-1) // EVERY, V, K] at every EVERY-th chunk's start but the first: a program holds
     S^T [BV, BK] of one (batch, head, V block)."""
-    pid = tl.program_id(0).to(tl.int64)
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_bh = (pid % NV).to(tl.int32), pid // NV
-    i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
+    i_v, i_bh, i_b, i_h = _place(NV, H)
     o_k, o_c, o_v = tl.arange(0, BK), tl.arange(0, C), i_v * BV + tl.arange(0, BV)
     m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
     o_s = _state(o_v, o_k, K, V, V_FIRST)
@@ -408,7 +417,7 @@ def _config(K, V, dtype):
     return dict(C=32 if wide or BK > 128 else 64, BK=BK, EVERY=2 if wide else 1, scan_fwd=scan, scan_bwd=scan,
                 chunk_bwd=dict(BV=min(BV, 64 if BK <= 64 else 32), num_warps=4, num_stages=1))
 
-# %% ../nbs/10_gated_delta.ipynb #466ea728
+# %% ../nbs/10_gated_delta.ipynb #81e79c90
 def _state_shape(B, H, K, V, v_first): return (B, H, V, K) if v_first else (B, H, K, V)
 def _ds_home(V, C): return 1 if V <= C else 2 if V <= 2 * C else 0
 
@@ -417,23 +426,26 @@ def _fwd_kernels(K, V, dtype, prec, fast, l2norm, gate, bias, sigmoid, neg, v_fi
     c, parts = _config(K, V, dtype), hopper.parts_of(dtype, prec) if fast else 1
     tile = dict(K=K, BK=c["BK"], C=64 if fast else c["C"], EPS=_EPS, USE_L2=l2norm, PREC=prec)
     inverse = launcher(_chunk_inverse_kernel, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, PREC_INV=prec,
-                       PARTS=parts, num_warps=2 if parts == 3 else 1)
+                       PARTS=parts, DEPENDENTS=fast, num_warps=2 if parts == 3 else 1)
     if fast: return inverse, hopper.fwd_scan(parts, l2norm, v_first, h0, save, ht), 1
     scan = launcher(_scan_fwd_kernel, **tile, V=V, V_FIRST=v_first, HAS_H0=h0, SAVE_H=save, EVERY=c["EVERY"], SAVE_HT=ht,
                     **c["scan_fwd"])
     return inverse, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
 
-# %% ../nbs/10_gated_delta.ipynb #d964bd71
-def _saved(q, V):
-    "Tokens in a chunk, and shapes and dtypes of A, its row vectors and the states."
-    (B, T, H, K), dtype = q.shape, q.dtype
-    if hopper.runs_here(K, V, q.device):
-        NT, parts = -(-T // 64), hopper.parts_of(dtype, fp32_precision(dtype))
+# %% ../nbs/10_gated_delta.ipynb #93914a3f
+def _on_hopper(K, V, device): return hopper is not None and hopper.runs_here(K, V, device)
+
+# %% ../nbs/10_gated_delta.ipynb #769166d1
+def _saved(B, T, H, K, V, dtype, prec, fast):
+    "Tokens in a chunk, how many chunks, and shapes and dtypes of A, its row vectors and the states."
+    if fast:
+        NT, parts = -(-T // 64), hopper.parts_of(dtype, prec)
         dtype = torch.bfloat16 if parts > 1 else dtype
-        return 64, ((B, H, NT, parts, 3072), dtype), ((B, H, NT, 4, 64), torch.float32), ((B, H, max(NT - 1, 0), parts, V, K), dtype)
+        return 64, NT, ((B, H, NT, parts, 3072), dtype), ((B, H, NT, 4, 64), torch.float32), ((B, H, max(NT - 1, 0), parts, V, K), dtype)
     c = _config(int(K), int(V), dtype)
     C, NT = c["C"], -(-T // c["C"])
-    return C, ((B, H, NT, 3 * C * C // 4), dtype), ((B, H, NT, 4, C), torch.float32), ((B, H, max(NT - 1, 0) // c["EVERY"], V, K), dtype)
+    return (C, NT, ((B, H, NT, 3 * C * C // 4), dtype), ((B, H, NT, 4, C), torch.float32),
+            ((B, H, max(NT - 1, 0) // c["EVERY"], V, K), dtype))
 
 def _dense(x):
     "x, contiguous and from a multiple of 16 bytes on, for which loads and copies are compiled."
@@ -444,15 +456,17 @@ def _dense(x):
 def _fwd(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     q, k, v, g, beta, h0 = map(_dense, (q, k, v, g, beta, h0))
     (B, T, H, K), V = q.shape, v.shape[-1]
-    C, *saved = _saved(q, V)
-    inverse, scan, blocks = _fwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), hopper.runs_here(K, V, q.device), l2norm, gate,
-        dt_bias is not None, sigmoid, neg, v_first, h0 is not None, save, output_final_state)
-    NT = triton.cdiv(T, C)
+    prec, fast = fp32_precision(q.dtype), _on_hopper(K, V, q.device)
+    C, NT, *saved = _saved(B, T, H, K, V, q.dtype, prec, fast)
+    inverse, scan, blocks = _fwd_kernels(K, V, q.dtype, prec, fast, l2norm, gate, dt_bias is not None, sigmoid, neg, v_first,
+        h0 is not None, save, output_final_state)
     o = torch.empty_like(v)
     ht = q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=torch.float32)
     A, vec, h = (q.new_empty(shape if save or n < 2 else (0,), dtype=dtype) for n, (shape, dtype) in enumerate(saved))
     if T == 0 and output_final_state: ht.copy_(h0) if h0 is not None else ht.zero_()
     if o.numel():
+        if scan.prepare(q, k, v, A, vec, h0, o, h, ht, scale, T, H, NT) and save:
+            _prepare_bwd(q, k, v, g, beta, A_log, dt_bias, h0, A, vec, h, scale, T, NT, l2norm, gate, sigmoid, neg, v_first)
         inverse(B * H * NT, k, g, beta, A_log, dt_bias, A, vec, T, H, NT)
         scan(B * H * blocks, q, k, v, A, vec, h0, o, h, ht, scale, T, H, NT)
     return o, ht, A if save else A.new_empty(0), vec if save else vec.new_empty(0), h
@@ -476,17 +490,15 @@ def _safe(b):
     """Row weights for storing P as dv: beta itself, so that dv needs no second pass, or 1 where beta is too small to undo."""
     return tl.where(tl.abs(b) >= 0.015625, b, 1.0)
 
-# %% ../nbs/10_gated_delta.ipynb #a6f70f54
+# %% ../nbs/10_gated_delta.ipynb #aea741e0
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _scan_bwd_kernel(q, k, do, A, vec, dht, ds, ds2, dv, dh0, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
                      EPS: tl.constexpr, USE_L2: tl.constexpr, V_FIRST: tl.constexpr, DS_HOME: tl.constexpr,
                      HAS_DHT: tl.constexpr, SAVE_DH0: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr):
     """dS'^T of every chunk (into ds) and P (into dv): the forward scan's mirror."""
-    pid = tl.program_id(0).to(tl.int64)
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_bh = (pid % NV).to(tl.int32), pid // NV
-    i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
+    i_v, i_bh, i_b, i_h = _place(NV, H)
     o_k, o_c, o_v = tl.arange(0, BK), tl.arange(0, C), i_v * BV + tl.arange(0, BV)
     m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
     o_s = _state(o_v, o_k, K, V, V_FIRST)
@@ -640,7 +652,7 @@ def _put_gates(db, dx, m_t, g, b, A_log, dt_bias, dg, dbeta, dgate, i_b, i_h, i_
         tl.store(p_d + 1, tl.sum(tl.where(m_t, dx, 0.0)[None, :], 1))
     tl.store(dg + p_t, cast(dx, dg.dtype.element_ty), mask=m_t)
 
-# %% ../nbs/10_gated_delta.ipynb #4e04d778
+# %% ../nbs/10_gated_delta.ipynb #0827359d
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate,
                       scale, T, H, NT,
@@ -649,9 +661,7 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds
                       USE_SIGMOID: tl.constexpr, NEG: tl.constexpr, V_FIRST: tl.constexpr, DS_HOME: tl.constexpr,
                       EVERY: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, PREC: tl.constexpr):
     """Every gradient of one chunk, given its start state, dS' and P."""
-    pid = tl.program_id(0).to(tl.int64)
-    i_c, i_bh = (pid % NT).to(tl.int32), pid // NT
-    i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
+    i_c, i_bh, i_b, i_h = _place(NT, H)
     o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
     t0 = i_c * C
     m_t = t0 + o_c < T
@@ -659,9 +669,8 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds
     dt = q.dtype.element_ty
     q_, rq = _unit(_rows(q, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
     k_, rk = _unit(_rows(k, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
-    G = tl.load(vec + pid * (4 * C) + o_c)
-    b = tl.load(vec + pid * (4 * C) + C + o_c)
-    Gc = tl.load(vec + pid * (4 * C) + C - 1)
+    at = vec + (i_bh * NT + i_c) * (4 * C)
+    G, b, Gc = tl.load(at + o_c), tl.load(at + C + o_c), tl.load(at + C - 1)
     gamma = _exp2(G)
     a = _load_tile(A, i_bh, i_c, NT, C)
     w = _safe(b)
@@ -736,29 +745,40 @@ def _bwd_kernels(K, V, dtype, prec, parts, l2norm, gate, bias, sigmoid, neg, v_f
                      **c["chunk_bwd"])
     return c["C"], scan, chunk, triton.cdiv(V, c["scan_bwd"]["BV"])
 
-# %% ../nbs/10_gated_delta.ipynb #ad9195d7
+# %% ../nbs/10_gated_delta.ipynb #dd02dfe7
 def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, vec, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
     do, q, k, v, g, beta, dht, h0 = map(_dense, (do, q, k, v, g, beta, dht, h0))
     (B, T, H, K), V, parts = q.shape, v.shape[-1], A.shape[3] if A.dim() == 5 else 0
     C, scan, chunk, blocks = _bwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), parts, l2norm, gate, dt_bias is not None,
         sigmoid, neg, v_first, h0 is not None, dht is not None, want_dh0)
-    NT = triton.cdiv(T, C)
-    dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g, beta))
+    NT = -(-T // C)
+    dq, dk, dv, dg, dbeta = map(torch.empty_like, (q, k, v, g, beta))
     dh0 = q.new_empty(h0.shape if want_dh0 else (0,), dtype=torch.float32)
     dgate = q.new_empty((B, NT, H, 2) if gate else (0,), dtype=torch.float32)
     if T == 0 and want_dh0: dh0.copy_(dht) if dht is not None else dh0.zero_()
     if dv.numel():
-        if parts: ds, ds2 = dq.view(h.dtype), dk.view(h.dtype)
+        if parts: ds, ds2 = (dq, dk) if parts == 1 else (dq.view(h.dtype), dk.view(h.dtype))
         else: ds, ds2 = (dq, dk) if _ds_home(V, C) else (q.new_empty(B, H, NT - 1, V, K), None)
         scan(B * H * blocks, q, k, do, A, vec, dht, ds, ds2, dv, dh0, scale, T, H, NT)
         chunk(B * H * NT, q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate, scale, T, H, NT)
     return dq, dk, dv, dg, dbeta, dgate.sum((0, 1)) if gate else dgate, dh0
 
-# %% ../nbs/10_gated_delta.ipynb #7033de87
+# %% ../nbs/10_gated_delta.ipynb #3ace110f
+def _prepare_bwd(q, k, v, g, beta, A_log, dt_bias, h0, A, vec, h, scale, T, NT, l2norm, gate, sigmoid, neg, v_first):
+    K, V, H, parts = q.shape[-1], v.shape[-1], q.shape[2], A.shape[3] if A.dim() == 5 else 0
+    C, scan, chunk, _ = _bwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), parts, l2norm, gate, dt_bias is not None, sigmoid, neg,
+        v_first, h0 is not None, False, h0 is not None)
+    inputs, outputs = (q, k, v, g, A_log, dt_bias, A, vec, h0, h, v, None), (q, k, v, g, beta, vec)
+    ds, ds2 = (q.view(h.dtype),) * 2 if parts else (q, k) if _ds_home(V, C) else (q, None)
+    scan.prepare(q, k, v, A, vec, None, ds, ds2, v, vec, scale, T, H, NT)
+    chunk.prepare(*inputs, ds, ds2, *outputs, scale, T, H, NT)
+
+# %% ../nbs/10_gated_delta.ipynb #2c18f2e2
 def _fwd_fake(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     B, H, K, V = q.shape[0], *q.shape[2:], v.shape[-1]
     state = _state_shape(B, H, K, V, v_first) if output_final_state else (0,)
-    saved = (q.new_empty(shape if save else (0,), dtype=dtype) for shape, dtype in _saved(q, V)[1:])
+    _, _, *saved = _saved(B, q.shape[1], H, K, V, q.dtype, fp32_precision(q.dtype), _on_hopper(K, V, q.device))
+    saved = (q.new_empty(shape if save else (0,), dtype=dtype) for shape, dtype in saved)
     return v.new_empty(v.shape), q.new_empty(state, dtype=torch.float32), *saved
 
 def _bwd_fake(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, vec, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
@@ -804,8 +824,18 @@ _op = register(f"gated_delta({_IN}, float scale, bool output_final_state, {_OPTI
                _inference, _inference_fake, _GatedDelta)
 _call = straight(_op, _inference, _GatedDelta)
 
-# %% ../nbs/10_gated_delta.ipynb #6738f20f
-def _check(q, k, v, g, beta, initial_state, state_v_first, A_log, dt_bias):
+# %% ../nbs/10_gated_delta.ipynb #ea1d4e80
+def _check(*args):
+    "Raise unless tensors fit each other; what once did, by shape, dtype and device, is remembered."
+    if torch.compiler.is_compiling(): return _check_all(*args)
+    known = tuple([(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x if type(x) is bool else type(x) for x in args])
+    if known in _FIT: return
+    _check_all(*args)
+    if len(_FIT) < 10_000: _FIT.add(known)
+
+_FIT = set()
+
+def _check_all(q, k, v, g, beta, initial_state, state_v_first, A_log, dt_bias):
     check_tensor("q", q, ("B", "T", "H", "K"), FLOATS)
     check_device("q", q)
     (B, T, H, K), dtype, device = q.shape, q.dtype, q.device
@@ -825,7 +855,7 @@ def _check(q, k, v, g, beta, initial_state, state_v_first, A_log, dt_bias):
     if A_log is not None: check_tensor("A_log", A_log, (H,), FLOATS, device)
     if dt_bias is not None: check_tensor("dt_bias", dt_bias, (H,), FLOATS, device)
 
-# %% ../nbs/10_gated_delta.ipynb #a3b1e9f8
+# %% ../nbs/10_gated_delta.ipynb #65db61cc
 def chunk_gated_delta_rule(
     q:Tensor, # [B, T, H, K], 1 <= K <= 256; float32, bfloat16 or float16
     k:Tensor, # [B, T, H, K], dtype of q
@@ -859,14 +889,14 @@ def chunk_gated_delta_rule(
     elif A_log is None: raise ValueError("A_log: use_gate_in_kernel needs it")
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: needs use_beta_sigmoid_in_kernel")
-    _check(q, k, v, g, beta, initial_state, state_v_first, A_log, dt_bias)
+    _check(q, k, v, g, beta, initial_state, bool(state_v_first), A_log, dt_bias)
     if scale is None: scale = q.shape[-1] ** -0.5
     elif isinstance(scale, Tensor): raise TypeError("scale: expected a number, got a tensor")
     o, state = _call(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, use_qk_l2norm_in_kernel,
                    use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
     return o, state if output_final_state else None
 
-# %% ../nbs/10_gated_delta.ipynb #138c166a
+# %% ../nbs/10_gated_delta.ipynb #2be16c5c
 _WIDE = dict.fromkeys("g dg vec h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32") | dict(scale="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
 _SWITCHES = "USE_L2 USE_GATE HAS_BIAS USE_SIGMOID NEG V_FIRST HAS_H0 SAVE_HT HAS_DHT SAVE_DH0".split()
@@ -875,8 +905,9 @@ def _case(kernel, dtype, prec, K, V, everything, spill):
     c, name = _config(K, V, torch.float32 if dtype == "fp32" else torch.bfloat16), kernel.fn.__name__
     tile = dict(c.get(name[1:].removesuffix("_kernel"), dict(num_warps=1)))
     how = {n: tile.pop(n) for n in ("num_warps", "num_stages") if n in tile}
-    fixed = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, PREC=prec, PREC_INV=prec, PARTS=1, SAVE_H=True, EVERY=c["EVERY"],
-                 DS_HOME=_ds_home(V, c["C"])) | dict.fromkeys(_SWITCHES, everything) | tile | ({} if everything else _OPTIONAL)
+    fixed = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, PREC=prec, PREC_INV=prec, PARTS=1, DEPENDENTS=False, SAVE_H=True,
+                 EVERY=c["EVERY"], DS_HOME=_ds_home(V, c["C"]))
+    fixed |= dict.fromkeys(_SWITCHES, everything) | tile | ({} if everything else _OPTIONAL)
     fixed = {n: fixed[n] for n in kernel.arg_names if n in fixed}
     types = {n: _WIDE.get(n, f"*{dtype}") for n in kernel.arg_names if n not in fixed}
     return Case(f"dormouse_fused.gated_delta:{name}", types, fixed, spill=spill, **how)

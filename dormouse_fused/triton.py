@@ -8,11 +8,13 @@ __all__ = ['INTERPRET', 'INTERPRETED', 'L2NORM_TILES', 'FLOATS', 'TARGETS', 'SHA
            'below_autograd', 'straight', 'first_order', 'check_tensor', 'check_device', 'l2norm', 'launcher', 'Case',
            'Usage', 'aot_all', 'aot', 'for_targets', 'aot_cases', 'assert_async']
 
-# %% ../nbs/03_triton.ipynb #702b0454
+# %% ../nbs/03_triton.ipynb #cd6662ea
 import os, pickle, re, subprocess, sys, tempfile
+from contextlib import suppress
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -153,7 +155,7 @@ def register(
     lib.impl(name, _differentiable(op, autograd) if autograd else torch.library.fallthrough_kernel, "Autograd")
     return op
 
-# %% ../nbs/03_triton.ipynb #e7e77bad
+# %% ../nbs/03_triton.ipynb #9c49310a
 def _differentiable(op, autograd):
     def call(*args):
         if _needs_gradient(args): return autograd.apply(*args)
@@ -161,7 +163,10 @@ def _differentiable(op, autograd):
     return call
 
 def _needs_gradient(args):
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    if torch.is_grad_enabled():
+        for a in args:
+            if isinstance(a, Tensor) and a.requires_grad: return True
+    return False
 
 def below_autograd(op, *args):
     "Call an operator's implementation from its own `torch.autograd.Function`."
@@ -173,7 +178,7 @@ def _on_its_device(impl):
         with torch.cuda.device_of(first): return impl(first, *rest)
     return guarded
 
-# %% ../nbs/03_triton.ipynb #d357674f
+# %% ../nbs/03_triton.ipynb #183769f1
 def straight(
     op, # from `register`
     impl, # as given to it
@@ -190,9 +195,11 @@ def straight(
 def _heard(args):
     if torch.compiler.is_compiling(): return True
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack(): return True
-    return args[0].is_meta or any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
+    for a in args:
+        if type(a) not in _PLAIN and isinstance(a, Tensor): return True
+    return args[0].is_meta
 
-_PLAIN = Tensor, torch.nn.Parameter
+_PLAIN = Tensor, torch.nn.Parameter, type(None), float, bool, int
 
 # %% ../nbs/03_triton.ipynb #d2792a32
 def first_order(backward):
@@ -274,21 +281,49 @@ def l2norm(
     if x.shape[-1] > max(L2NORM_TILES): raise ValueError(f"x: expected D <= {max(L2NORM_TILES)}, got {list(x.shape)}")
     return _l2norm_op(x, eps)
 
-# %% ../nbs/03_triton.ipynb #1dd3aa22
+# %% ../nbs/03_triton.ipynb #82a86b35
 def launcher(
     kernel, # a `triton.jit` function: run-time arguments first, integers among them in `do_not_specialize`
     **fixed, # its compile-time arguments, and options such as `num_warps`
 ): # launch(programs, *args), with the kernel's run-time arguments in order
     "A kernel with its compile-time arguments fixed, to be launched often."
     constants = tuple(fixed.pop(n) for n in kernel.arg_names if n in fixed)
-    compiled = {}
+    compiled, compiling = {}, []
     def launch(programs, *args):
         if INTERPRET: return kernel[(programs,)](*args, *constants, **fixed)
-        key = torch.cuda.current_device(), *[
-            (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else a >> 31 if type(a) is int else type(a) for a in args]
-        if run := compiled.get(key): run[(programs, 1, 1)](*args, *constants)
-        else: compiled[key] = kernel[(programs,)](*args, *constants, **fixed)
+        device = torch.cuda.current_device()
+        key, values, bits = [device], [], 0
+        for a in args:
+            if isinstance(a, Tensor):
+                key.append(a.dtype)
+                a = a.data_ptr()
+                bits |= a
+            else: key.append(a >> 31 if type(a) is int else type(a))
+            values.append(a)
+        if bits % 16: key += [isinstance(a, Tensor) and x % 16 == 0 for a, x in zip(args, values)]
+        if run := compiled.get(key := tuple(key)):
+            if _hooked(): return run[(programs, 1, 1)](*args, *constants)
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            run.run(programs, 1, 1, stream, run.function, run.packed_metadata, None, None, None, *values, *constants)
+        else:
+            while compiling: compiling.pop().join()
+            compiled[key] = kernel[(programs,)](*args, *constants, **fixed)
+    def prepare(*args):
+        "Compile for such arguments in the background, and say so, if this is the first that is heard of the kernel."
+        if INTERPRET or compiled or compiling: return
+        device = torch.cuda.current_device()
+        def work():
+            with suppress(Exception), torch.cuda.device(device): kernel.warmup(*args, *constants, grid=(1,), **fixed)
+        compiling.append(Thread(target=work))
+        compiling[0].start()
+        return True
+    launch.prepare = prepare
     return launch
+
+def _hooked():
+    "Whether a profiler has asked Triton to tell it of launches."
+    hooks = triton.knobs.runtime
+    return hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
 
 # %% ../nbs/03_triton.ipynb #81b6199e
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}

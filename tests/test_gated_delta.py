@@ -546,6 +546,29 @@ def test_scale_on_the_device_is_refused():
         chunk_gated_delta_rule(**make(T=2), scale=torch.ones(()))
 
 
+def test_what_fits_is_remembered_and_what_does_not_is_refused():
+    q, k, v = (torch.randn(1, 3, 2, 16, device=DEVICE) for _ in range(3))
+    g, beta = -torch.rand(1, 3, 2, device=DEVICE), torch.rand(1, 3, 2, device=DEVICE)
+    for _ in range(2):
+        chunk_gated_delta_rule(q, k, v, g, beta)
+        with pytest.raises(ValueError, match="k: expected shape"):
+            chunk_gated_delta_rule(q, k[:, :2], v, g, beta)
+        with pytest.raises(TypeError, match="beta: expected a tensor, got list"):
+            chunk_gated_delta_rule(q, k, v, g, beta.tolist())
+        with pytest.raises(ValueError, match="initial_state: expected shape"):
+            chunk_gated_delta_rule(q, k, v, g, beta, initial_state=torch.zeros(1, 2, 16, 17, device=DEVICE))
+        with pytest.raises(TypeError, match="beta: expected"):
+            chunk_gated_delta_rule(q, k, v, g, beta.double())
+
+
+def test_a_triton_without_gluon():
+    import subprocess
+    import sys
+
+    code = "import sys; sys.modules['triton.experimental.gluon'] = None; import dormouse_fused.gated_delta as g; assert g.hopper is None"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_tensors_that_start_anywhere():
     x = make(T=70, H=1, K=64, V=64, dtype=torch.bfloat16)
     do, dS = upstream(x)

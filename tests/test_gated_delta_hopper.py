@@ -106,11 +106,13 @@ def test_rows_whose_beta_is_too_small_to_divide_by(value):
     assert max(errors.values()) <= TOLERANCE[3], errors
 
 
+@pytest.mark.parametrize(("dtype", "parts"), CASES)
 @pytest.mark.parametrize("gate", [-1e-3, -1.0, -20.0])
-def test_gates(gate):
-    errors = run(100, torch.float32, 3, gate=gate)
+def test_gates(gate, dtype, parts):
+    errors = run(100, dtype, parts, gate=gate)
     # with every gate closed, what is left of dg is a difference of larger numbers
-    assert all(e <= (5e-5 if n == "dg" and gate < -5 else TOLERANCE[3]) for n, e in errors.items()), errors
+    closed = {1: TOLERANCE[1], 2: TOLERANCE[2], 3: 5e-5}[parts] if gate < -5 else TOLERANCE[parts]
+    assert all(e <= (closed if n == "dg" else TOLERANCE[parts]) for n, e in errors.items()), errors
 
 
 def test_no_future_token_or_gate_reaches_an_output():
