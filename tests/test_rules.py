@@ -48,9 +48,20 @@ def reduces(node: ast.AST) -> bool:
     return any(isinstance(call.func, ast.Attribute) and call.func.attr in REDUCTIONS for call in calls)
 
 
+def of_a_flag(tree: ast.Module) -> set[ast.Call]:
+    "Calls such as `bool(flag)`, of a parameter that its function declares a bool."
+    calls = set()
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        flags = {a.arg for a in [*function.args.args, *function.args.kwonlyargs] if a.annotation and ast.unparse(a.annotation) == "bool"}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and len(node.args) == 1 and getattr(node.args[0], "id", None) in flags:
+                calls.add(node)
+    return calls
+
+
 def waits(tree: ast.Module, exempt: set[str] = frozenset()) -> list[str]:
     "Where the host waits for the device, or copies a fresh Python value to it."
-    found = []
+    found, flags = [], of_a_flag(tree)
     for node in host_code(tree, exempt):
         why = None
         if isinstance(node, ast.Call):
@@ -66,7 +77,7 @@ def waits(tree: ast.Module, exempt: set[str] = frozenset()) -> list[str]:
                 why = f"{name} of one argument"
             elif attr == "to" and any("cpu" in ast.unparse(arg) for arg in [*node.args, *(k.value for k in node.keywords)]):
                 why = f"{name} to the CPU"
-            elif name == "bool" or (name in ("int", "float") and any(map(reduces, node.args))):
+            elif (name == "bool" and node not in flags) or (name in ("int", "float") and any(map(reduces, node.args))):
                 why = f"{name}() of a tensor"
         elif isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert) and reduces(node.test):
             why = f"branch on {ast.unparse(node.test)}"
@@ -108,6 +119,10 @@ def test_the_guard_sees(line):
     assert waits(ast.parse(f"def f(x, y):\n    {line}"))
 
 
+def test_the_guard_sees_a_tensor_beside_a_flag():
+    assert waits(ast.parse("def f(x:Tensor, flag:bool):\n    return bool(x) and bool(flag)")) == ["line 2: bool() of a tensor"]
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -115,6 +130,7 @@ def test_the_guard_sees(line):
         "def f(x):\n    return torch.where(x > 0, x, 0)",
         "def f(x, n):\n    return x.repeat_interleave(x, output_size=n)",
         "def f(scale):\n    return float(scale)",
+        "def f(x, flag:bool=False):\n    return bool(flag)",
         "@triton.jit\ndef f(x):\n    while x.max() > 0: pass",
         "def f(x):\n    if x.shape[0] == 0: return x",
     ],
