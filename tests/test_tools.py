@@ -65,7 +65,10 @@ def test_unchanged(command, code, tmp_path, monkeypatch):
 
 def test_kernels_without_a_case_are_missed(tmp_path):
     module = tmp_path / "m.py"
-    module.write_text("@triton.jit\ndef tile(x): pass\n@triton.jit\ndef _a_kernel(x): pass\ndef _b_kernel(x): pass\n")
+    module.write_text(
+        "@triton.jit\ndef tile(x): pass\n@triton.jit\ndef _a_kernel(x): pass\ndef _b_kernel(x): pass\n"
+        "@gluon.jit\ndef await_last_kernel(): pass\n"
+    )
     assert aot.kernels(module) == {"_a_kernel"}
 
 
