@@ -253,6 +253,14 @@ def test_table_ratio_bound_and_gaps(checkout):
     assert list(result_table("99_toy", impl=["torch"])["metric"]) == ["wall_ms"]
 
 
+def test_table_names_once_what_all_rows_share(checkout):
+    write_records("99_toy", [toy(shape=shape, metric=m, samples=1) for shape in ("N1", "N2") for m in ("launches", "copies")])
+    table = result_table("99_toy")
+    assert table.columns.name == "toy" and "op" not in table and list(table["shape"]) == ["N1", "N1", "N2", "N2"]
+    assert result_table("99_toy", shape="N2").columns.name == "toy, N2"
+    assert {"op", "shape"} <= set(result_table("99_toy", shape="N2", metric="launches"))
+
+
 def test_bars_draw_every_case_and_its_bound(checkout):
     rows = [toy(impl, "device_ms", [0.01, 0.02, 0.03], shape) for shape in ("N1", "N2") for impl in ("dormouse", "fla")]
     rows.append(bound_row("toy", "N1", "fp32", "fwd", 7.0))
