@@ -450,7 +450,7 @@ def _short(x):
         return "" if math.isnan(x) else "∞"
     return f"{x:,.0f}" if x == round(x) or abs(x) >= 1000 else f"{x:.3g}"
 
-# %% ../nbs/01_measure.ipynb #e91a2a0c
+# %% ../nbs/01_measure.ipynb #c16bb210
 def result_table(
     record,  # a chapter's stem, or a frame from `measured_or_recorded`
     ours: str = "dormouse",
@@ -469,9 +469,9 @@ def result_table(
     if bounds:
         wide["bound"] = [bounds.get(key[:4], math.nan) if key[4] == "device_ms" else math.nan for key in wide.index]
     text = wide.map(_short).rename_axis(columns=None).reset_index()
-    same = [c for c in ("op", "shape") if len(text) > 1 and text[c].nunique() == 1]
-    name = ", ".join(text[c].iloc[0] for c in same) or None
-    return text.drop(columns=same).set_axis([""] * len(text)).rename_axis(columns=name)
+    same = [c for c in ("op", "shape") if text[c].nunique() == 1]
+    name = " ".join(text[c].iloc[0] for c in same) or None
+    return text.drop(columns=same).set_index([c for c in _CASE if c not in same]).rename_axis(columns=name)
 
 # %% ../nbs/01_measure.ipynb #69561df4
 _COLORS = dict(dormouse="#c8641e", fla="#5b7fa6", flash_qla="#3f8f7f", liger="#8a6fb0", torch="#9a9a9a")
