@@ -281,7 +281,7 @@ def l2norm(
     if x.shape[-1] > max(L2NORM_TILES): raise ValueError(f"x: expected D <= {max(L2NORM_TILES)}, got {list(x.shape)}")
     return _l2norm_op(x, eps)
 
-# %% ../nbs/03_triton.ipynb #82a86b35
+# %% ../nbs/03_triton.ipynb #1f7523fb
 def launcher(
     kernel, # a `triton.jit` function: run-time arguments first, integers among them in `do_not_specialize`
     **fixed, # its compile-time arguments, and options such as `num_warps`
@@ -306,7 +306,7 @@ def launcher(
             stream = torch._C._cuda_getCurrentRawStream(device)
             run.run(programs, 1, 1, stream, run.function, run.packed_metadata, None, None, None, *values, *constants)
         else:
-            while compiling: compiling.pop().join()
+            for thread in compiling: thread.join()
             compiled[key] = kernel[(programs,)](*args, *constants, **fixed)
     def prepare(*args):
         "Compile for such arguments in the background, and say so, if this is the first that is heard of the kernel."
@@ -314,8 +314,9 @@ def launcher(
         device = torch.cuda.current_device()
         def work():
             with suppress(Exception), torch.cuda.device(device): kernel.warmup(*args, *constants, grid=(1,), **fixed)
-        compiling.append(Thread(target=work))
-        compiling[0].start()
+        thread = Thread(target=work)
+        thread.start()
+        compiling.append(thread)
         return True
     launch.prepare = prepare
     return launch

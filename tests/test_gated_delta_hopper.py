@@ -111,7 +111,7 @@ def test_rows_whose_beta_is_too_small_to_divide_by(value):
 def test_gates(gate, dtype, parts):
     errors = run(100, dtype, parts, gate=gate)
     # with every gate closed, what is left of dg is a difference of larger numbers
-    closed = {1: TOLERANCE[1], 2: TOLERANCE[2], 3: 5e-5}[parts] if gate < -5 else TOLERANCE[parts]
+    closed = 5e-5 if parts == 3 and gate < -5 else TOLERANCE[parts]
     assert all(e <= (closed if n == "dg" else TOLERANCE[parts]) for n, e in errors.items()), errors
 
 

@@ -254,15 +254,12 @@ def test_table_ratio_bound_and_gaps(checkout):
 
 
 def test_table_names_once_what_all_rows_share(checkout):
-    write_records(
-        "99_toy", [toy(shape=shape, metric=m, samples=1) for shape in ("N1", "N2") for m in ("launches", "copies")]
-    )
+    rows = [toy(shape=shape, metric=m, samples=1) for shape in ("N1", "N2") for m in ("launches", "copies")]
+    write_records("99_toy", rows)
     table = result_table("99_toy")
-    assert (
-        table.columns.name == "toy"
-        and list(table.index.names) == ["shape", "dtype", "pass"]
-        and list(table["metric"]) == ["launches", "copies"] * 2
-    )
+    assert table.columns.name == "toy"
+    assert list(table.index.names) == ["shape", "dtype", "pass"]
+    assert list(table["metric"]) == ["launches", "copies"] * 2
     assert table.to_html().count("N1") == 1
     assert result_table("99_toy", shape="N2").columns.name == "toy N2"
 
