@@ -6,9 +6,9 @@
 __all__ = ['LOG2E', 'naive_recurrent_gated_delta_rule', 'naive_chunk_gated_delta_rule', 'chunk_products', 'gated_delta_cost',
            'dot_chain', 'chunk_gated_delta_rule', 'aot_cases']
 
-# %% ../nbs/10_gated_delta.ipynb #f4e354a6
+# %% ../nbs/10_gated_delta.ipynb #94a293df
 import math
-from functools import cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
@@ -152,7 +152,7 @@ def dot_chain(
     _dot_chain_kernel[(1,)](x, y, N, C=len(x), PREC=PREC, num_warps=4)
     return y
 
-# %% ../nbs/10_gated_delta.ipynb #78ff2912
+# %% ../nbs/10_gated_delta.ipynb #0c0398b2
 LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
@@ -162,6 +162,24 @@ def _exp2(x):
         return tl.exp2(tl.minimum(x, 100.0))  # above the diagonal, where all of it is masked, NumPy would warn of overflow
     else:
         return libdevice.exp2(x)
+
+@triton.jit
+def _decays(Gi, li, Gj, lj, PREC: tl.constexpr):
+    """2^(Gi - Gj). A float32 sum of log decays loses the small ones behind a closed gate; where that matters, l is what G lacks."""
+    if PREC == "tf32":
+        return _exp2(Gi - Gj)
+    else:
+        return _exp2((Gi - Gj) + (li - lj))
+
+@triton.jit
+def _row_vectors(vec, n, o_c, C: tl.constexpr, PREC: tl.constexpr):
+    """What the inverse kernel left of chunk n: G, what it lacks, beta, the decays to the chunk's end; and G's last."""
+    vec += n * (4 * C)
+    G, b, Gc = tl.load(vec + o_c), tl.load(vec + C + o_c), tl.load(vec + C - 1)
+    if PREC == "tf32":
+        return G, G, b, _exp2(Gc - G), Gc
+    else:
+        return G, tl.load(vec + 3 * C + o_c), b, tl.load(vec + 2 * C + o_c), Gc
 
 # %% ../nbs/10_gated_delta.ipynb #95bb8622
 @triton.jit
@@ -292,7 +310,7 @@ def _put_block(A, r: tl.constexpr, s: tl.constexpr, C: tl.constexpr, x, PREC: tl
         x -= y
     tl.store(p + (PARTS - 1) * (3 * C * C // 4), _operand(x, A.dtype.element_ty, PREC))
 
-# %% ../nbs/10_gated_delta.ipynb #85650a41
+# %% ../nbs/10_gated_delta.ipynb #6184e985
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, vec, T, H, NT,
                           K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
@@ -300,7 +318,7 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, vec, T, H, NT,
                           USE_SIGMOID: tl.constexpr, NEG: tl.constexpr,
                           PREC: tl.constexpr, PREC_INV: tl.constexpr, PARTS: tl.constexpr, DEPENDENTS: tl.constexpr):
     """A = (I + T)^-1 - I of every chunk, [B, H, NT, PARTS, 3 C^2 / 4], and its row vectors, [B, H, NT, 4, C]: the decays'
-    cumulative log2 G, beta, and the decays to the chunk's end and from its start."""
+    cumulative log2 G, beta, the decays to the chunk's end, and those from its start or, at "highest", what G in float32 lacks."""
     if DEPENDENTS:  # the scan may start: what it needs from here, it waits for
         gdc_launch_dependents()
     i_c, i_bh, i_b, i_h = _place(NT, H)
@@ -311,18 +329,22 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, vec, T, H, NT,
     t0 = i_c * C
     x, _ = _gate(g, A_log, dt_bias, i_b, i_h, t0, o_c, T, H, USE_GATE, HAS_BIAS)
     b = _beta(beta, i_b, i_h, t0, o_c, T, H, USE_SIGMOID, NEG)
-    G = tl.cumsum(x, 0) * LOG2E
+    if PREC == "tf32":
+        G = tl.cumsum(x, 0) * LOG2E
+    else:
+        G = tl.cumsum(x.to(tl.float64) * LOG2E, 0)
     pid = tl.program_id(0).to(tl.int64)
     p = vec + pid * (4 * C) + o_c
-    tl.store(p, G)
+    high = G.to(tl.float32)
+    tl.store(p, high)
     tl.store(p + C, b)
-    tl.store(p + 2 * C, _exp2(tl.sum(tl.where(o_c == C - 1, G, 0.0), 0) - G))
-    tl.store(p + 3 * C, _exp2(G))
+    tl.store(p + 2 * C, _exp2((tl.sum(tl.where(o_c == C - 1, G, 0.0), 0) - G).to(tl.float32)))
+    tl.store(p + 3 * C, _exp2(G) if PREC == "tf32" else (G - high).to(tl.float32))
     G4, b4 = tl.reshape(G, [NB, 16]), tl.reshape(b, [NB, 16])
     k4 = _blocks(k, i_b, i_h, t0, tl.arange(0, NB)[:, None] * 16 + o_16[None, :], o_k, T, H, K, USE_L2, EPS, PREC)
     i, j = o_16[None, :, None], o_16[None, None, :]
     L = dot(k4, tl.permute(k4, 0, 2, 1), PREC) * b4[:, :, None]
-    L = tl.where(i > j, L * _exp2(G4[:, :, None] - G4[:, None, :]), 0.0)  # T = beta N of (4), diagonal blocks
+    L = tl.where(i > j, L * _exp2((G4[:, :, None] - G4[:, None, :]).to(tl.float32)), 0.0)  # T = beta N of (4), diagonal blocks
     X = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, L, 0.0)
     for s in tl.static_range(1, 4):  # blocks of 2 become 4, 8, 16
         M = tl.where((i // (2 << s) == j // (2 << s)) & (i // (1 << s) > j // (1 << s)), L, 0.0)
@@ -334,7 +356,7 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, vec, T, H, NT,
         k1 = _blocks(k, i_b, i_h, t0, o_r + 16, o_k, T, H, K, USE_L2, EPS, PREC)
         G0, G1 = tl.split(tl.permute(tl.reshape(G, [2, 2, 16]), 0, 2, 1))
         _, b1 = tl.split(tl.permute(tl.reshape(b, [2, 2, 16]), 0, 2, 1))
-        M = dot(k1, tl.permute(k0, 0, 2, 1), PREC) * b1[:, :, None] * _exp2(G1[:, :, None] - G0[:, None, :])
+        M = dot(k1, tl.permute(k0, 0, 2, 1), PREC) * b1[:, :, None] * _exp2((G1[:, :, None] - G0[:, None, :]).to(tl.float32))
         X = _assemble(X0, X1, -_dot_inv(_dot_inv(X1, M, PREC_INV, ROUND), X0, PREC_INV, ROUND), 2, 16)
     X0, X1 = _halves(X, 1, N)  # C/2 become C
     X0, X1 = tl.reshape(X0, [N, N]), tl.reshape(X1, [N, N])
@@ -343,7 +365,7 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, vec, T, H, NT,
     Gm = tl.max(G1, 0)  # between the halves, so that both factors of D are powers of at most 1 and D needs no C x C exponential
     k0, _ = _unit(_rows(k, i_b, i_h, t0, o_n, o_k, T, H, K), USE_L2, EPS, PREC)
     k1, _ = _unit(_rows(k, i_b, i_h, t0, o_n + N, o_k, T, H, K), USE_L2, EPS, PREC)
-    M = dot(k1, tl.trans(k0), PREC) * (b1 * _exp2(G1 - Gm))[:, None] * _exp2(Gm - G0)[None, :]
+    M = dot(k1, tl.trans(k0), PREC) * (b1 * _exp2((G1 - Gm).to(tl.float32)))[:, None] * _exp2((Gm - G0).to(tl.float32))[None, :]
     A += pid * (PARTS * 3 * C * C // 4)
     eye = tl.where(o_n[:, None] == o_n[None, :], 1.0, 0.0)
     _put_block(A, 0, 0, C, X0 - eye, PREC, PARTS)
@@ -359,7 +381,7 @@ def _state(o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     else:
         return o_k[None, :] * V + o_v[:, None]
 
-# %% ../nbs/10_gated_delta.ipynb #fc02e487
+# %% ../nbs/10_gated_delta.ipynb #7ae7d6fd
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _scan_fwd_kernel(q, k, v, A, vec, h0, o, h, ht, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -387,9 +409,7 @@ def _scan_fwd_kernel(q, k, v, A, vec, h0, o, h, ht, scale, T, H, NT,
         q_, _ = _unit(_rows(q, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
         k_, _ = _unit(_rows(k, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
         a = _load_tile(A, i_bh, c, NT, C)
-        G = tl.load(vec + (i_bh * NT + c) * (4 * C) + o_c)
-        b = tl.load(vec + (i_bh * NT + c) * (4 * C) + C + o_c)
-        Gc = tl.load(vec + (i_bh * NT + c) * (4 * C) + C - 1)
+        G, l, b, e, Gc = _row_vectors(vec, i_bh * NT + c, o_c, C, PREC)
         gamma = _exp2(G)
         s = _operand(S, dt, PREC)
         if SAVE_H:
@@ -397,10 +417,11 @@ def _scan_fwd_kernel(q, k, v, A, vec, h0, o, h, ht, scale, T, H, NT,
                 tl.store(h + (i_bh * ((NT - 1) // EVERY) + c // EVERY - 1) * K * V + o_h, s, mask=m_s)
         R = b[None, :] * (v_ - gamma[None, :] * dot(s, tl.trans(k_), PREC))  # (4): beta Y
         R += dot(_operand(R, dt, PREC), tl.trans(a), PREC)  # (4): + (A - I) beta Y
-        M = tl.where(up, dot(k_, tl.trans(q_), PREC) * _exp2(G[None, :] - G[:, None]), 0.0)  # (5), without scale
+        D = _decays(G[None, :], l[None, :], G[:, None], l[:, None], PREC)
+        M = tl.where(up, dot(k_, tl.trans(q_), PREC) * D, 0.0)  # (5), without scale
         out = gamma[None, :] * dot(s, tl.trans(q_), PREC)
         out += dot(_operand(R, dt, PREC), _operand(M, dt, PREC), PREC)  # (5)
-        S = S * _exp2(Gc) + dot(_operand(_exp2(Gc - G)[None, :] * R, dt, PREC), k_, PREC)  # (6)
+        S = S * _exp2(Gc) + dot(_operand(e[None, :] * R, dt, PREC), k_, PREC)  # (6)
         _put_rows(o, i_b, i_h, t0, o_c, o_v, T, H, V, tl.trans(scale * out))
     if SAVE_HT:
         tl.store(ht + i_bh * K * V + o_s, S, mask=m_s)
@@ -417,25 +438,31 @@ def _config(K, V, dtype):
     return dict(C=32 if wide or BK > 128 else 64, BK=BK, EVERY=2 if wide else 1, scan_fwd=scan, scan_bwd=scan,
                 chunk_bwd=dict(BV=min(BV, 64 if BK <= 64 else 32), num_warps=4, num_stages=1))
 
-# %% ../nbs/10_gated_delta.ipynb #81e79c90
+# %% ../nbs/10_gated_delta.ipynb #9dd57b8c
 def _state_shape(B, H, K, V, v_first): return (B, H, V, K) if v_first else (B, H, K, V)
 def _ds_home(V, C): return 1 if V <= C else 2 if V <= 2 * C else 0
 
+def _kinds(*tensors):
+    "What else kernels are compiled for: dtypes, and which tensors there are."
+    return tuple([x if x is None else x.dtype for x in tensors])
+
 @cache
-def _fwd_kernels(K, V, dtype, prec, fast, l2norm, gate, bias, sigmoid, neg, v_first, h0, save, ht):
+def _fwd_kernels(K, V, kinds, prec, fast, l2norm, gate, bias, sigmoid, neg, v_first, h0, save, ht):
+    dtype = kinds[0]
     c, parts = _config(K, V, dtype), hopper.parts_of(dtype, prec) if fast else 1
     tile = dict(K=K, BK=c["BK"], C=64 if fast else c["C"], EPS=_EPS, USE_L2=l2norm, PREC=prec)
-    inverse = launcher(_chunk_inverse_kernel, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, PREC_INV=prec,
+    inverse = launcher(_chunk_inverse_kernel, True, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, PREC_INV=prec,
                        PARTS=parts, DEPENDENTS=fast, num_warps=2 if parts == 3 else 1)
-    if fast: return inverse, hopper.fwd_scan(parts, l2norm, v_first, h0, save, ht), 1
-    scan = launcher(_scan_fwd_kernel, **tile, V=V, V_FIRST=v_first, HAS_H0=h0, SAVE_H=save, EVERY=c["EVERY"], SAVE_HT=ht,
+    if fast: return inverse, hopper.fwd_scan(kinds, parts, l2norm, v_first, h0, save, ht), 1
+    scan = launcher(_scan_fwd_kernel, True, **tile, V=V, V_FIRST=v_first, HAS_H0=h0, SAVE_H=save, EVERY=c["EVERY"], SAVE_HT=ht,
                     **c["scan_fwd"])
     return inverse, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
 
 # %% ../nbs/10_gated_delta.ipynb #93914a3f
 def _on_hopper(K, V, device): return hopper is not None and hopper.runs_here(K, V, device)
 
-# %% ../nbs/10_gated_delta.ipynb #769166d1
+# %% ../nbs/10_gated_delta.ipynb #b0bc4786
+@lru_cache(4096)
 def _saved(B, T, H, K, V, dtype, prec, fast):
     "Tokens in a chunk, how many chunks, and shapes and dtypes of A, its row vectors and the states."
     if fast:
@@ -447,6 +474,7 @@ def _saved(B, T, H, K, V, dtype, prec, fast):
     return (C, NT, ((B, H, NT, 3 * C * C // 4), dtype), ((B, H, NT, 4, C), torch.float32),
             ((B, H, max(NT - 1, 0) // c["EVERY"], V, K), dtype))
 
+# %% ../nbs/10_gated_delta.ipynb #e92d4689
 def _dense(x):
     "x, contiguous and from a multiple of 16 bytes on, for which loads and copies are compiled."
     if x is None: return x
@@ -454,12 +482,12 @@ def _dense(x):
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 def _fwd(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
-    q, k, v, g, beta, h0 = map(_dense, (q, k, v, g, beta, h0))
+    q, k, v, g, beta, A_log, dt_bias, h0 = map(_dense, (q, k, v, g, beta, A_log, dt_bias, h0))
     (B, T, H, K), V = q.shape, v.shape[-1]
     prec, fast = fp32_precision(q.dtype), _on_hopper(K, V, q.device)
     C, NT, *saved = _saved(B, T, H, K, V, q.dtype, prec, fast)
-    inverse, scan, blocks = _fwd_kernels(K, V, q.dtype, prec, fast, l2norm, gate, dt_bias is not None, sigmoid, neg, v_first,
-        h0 is not None, save, output_final_state)
+    inverse, scan, blocks = _fwd_kernels(K, V, _kinds(q, g, beta, A_log, dt_bias, h0), prec, fast, l2norm, gate, dt_bias is not None,
+        sigmoid, neg, v_first, h0 is not None, save, output_final_state)
     o = torch.empty_like(v)
     ht = q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=torch.float32)
     A, vec, h = (q.new_empty(shape if save or n < 2 else (0,), dtype=dtype) for n, (shape, dtype) in enumerate(saved))
@@ -490,7 +518,7 @@ def _safe(b):
     """Row weights for storing P as dv: beta itself, so that dv needs no second pass, or 1 where beta is too small to undo."""
     return tl.where(tl.abs(b) >= 0.015625, b, 1.0)
 
-# %% ../nbs/10_gated_delta.ipynb #aea741e0
+# %% ../nbs/10_gated_delta.ipynb #4b0878ee
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _scan_bwd_kernel(q, k, do, A, vec, dht, ds, ds2, dv, dh0, scale, T, H, NT,
                      K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -514,15 +542,13 @@ def _scan_bwd_kernel(q, k, do, A, vec, dht, ds, ds2, dv, dh0, scale, T, H, NT,
         k_, _ = _unit(_rows(k, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
         do_ = tl.trans(_rows(do, i_b, i_h, t0, o_c, o_v, T, H, V)).to(tl.float32)
         a = _load_tile(A, i_bh, c, NT, C)
-        G = tl.load(vec + (i_bh * NT + c) * (4 * C) + o_c)
-        b = tl.load(vec + (i_bh * NT + c) * (4 * C) + C + o_c)
-        Gc = tl.load(vec + (i_bh * NT + c) * (4 * C) + C - 1)
+        G, l, b, e, Gc = _row_vectors(vec, i_bh * NT + c, o_c, C, PREC)
         gamma = _exp2(G)
         s = _operand(dS, dt, PREC)
         if n > 0:
             tl.store(_ds_tile(ds, ds2, i_b, i_h, c, o_v, o_k, T, H, NT, K, V, C, DS_HOME), s, mask=m_s)
-        M = tl.where(tri, dot(q_, tl.trans(k_), PREC) * _exp2(G[:, None] - G[None, :]) * scale, 0.0)
-        P = _exp2(Gc - G)[None, :] * dot(s, tl.trans(k_), PREC)  # (7): dR, from the next chunk
+        M = tl.where(tri, dot(q_, tl.trans(k_), PREC) * _decays(G[:, None], l[:, None], G[None, :], l[None, :], PREC) * scale, 0.0)
+        P = e[None, :] * dot(s, tl.trans(k_), PREC)  # (7): dR, from the next chunk
         P += dot(_operand(do_, dt, PREC), _operand(M, dt, PREC), PREC)  # (7): and from this one
         P += dot(_operand(P, dt, PREC), a, PREC)  # (7): + (A - I)^T dR
         dS = dS * _exp2(Gc) + dot(_operand((scale * gamma)[None, :] * do_, dt, PREC), q_, PREC)
@@ -537,7 +563,7 @@ def _scan_bwd_kernel(q, k, do, A, vec, dht, ds, ds2, dv, dh0, scale, T, H, NT,
             dS += dot(cast(do_ - cast(do_, dt).to(tl.float32), dt), q_, PREC)
         tl.store(dh0 + i_bh * K * V + o_s, dS, mask=m_s)
 
-# %% ../nbs/10_gated_delta.ipynb #df08ec1f
+# %% ../nbs/10_gated_delta.ipynb #1a273ec4
 @triton.jit
 def _start_state(k, v, A, vec, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT,
                  K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -559,13 +585,11 @@ def _start_state(k, v, A, vec, h0, h, v0, i_b, i_h, i_c, i_bh, T, H, NT,
             c = i_c - 1
             k_, _ = _unit(_rows(k, i_b, i_h, c * C, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
             a = _load_tile(A, i_bh, c, NT, C)
-            G = tl.load(vec + (i_bh * NT + c) * (4 * C) + o_c)
-            Gc = tl.load(vec + (i_bh * NT + c) * (4 * C) + C - 1)
-            b = tl.load(vec + (i_bh * NT + c) * (4 * C) + C + o_c)
+            G, _, b, e, Gc = _row_vectors(vec, i_bh * NT + c, o_c, C, PREC)
             R = tl.trans(_rows(v, i_b, i_h, c * C, o_c, o_v, T, H, V)).to(tl.float32)
             R = b[None, :] * (R - _exp2(G)[None, :] * dot(S, tl.trans(k_), PREC))
             R += dot(_operand(R, dt, PREC), tl.trans(a), PREC)
-            R *= _exp2(Gc - G)[None, :]
+            R *= e[None, :]
             S = _operand(S.to(tl.float32) * _exp2(Gc) + dot(_operand(R, dt, PREC), k_, PREC), dt, PREC)
     return S
 
@@ -652,7 +676,7 @@ def _put_gates(db, dx, m_t, g, b, A_log, dt_bias, dg, dbeta, dgate, i_b, i_h, i_
         tl.store(p_d + 1, tl.sum(tl.where(m_t, dx, 0.0)[None, :], 1))
     tl.store(dg + p_t, cast(dx, dg.dtype.element_ty), mask=m_t)
 
-# %% ../nbs/10_gated_delta.ipynb #0827359d
+# %% ../nbs/10_gated_delta.ipynb #6b9712e4
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate,
                       scale, T, H, NT,
@@ -669,8 +693,7 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds
     dt = q.dtype.element_ty
     q_, rq = _unit(_rows(q, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
     k_, rk = _unit(_rows(k, i_b, i_h, t0, o_c, o_k, T, H, K), USE_L2, EPS, PREC)
-    at = vec + (i_bh * NT + i_c) * (4 * C)
-    G, b, Gc = tl.load(at + o_c), tl.load(at + C + o_c), tl.load(at + C - 1)
+    G, l, b, e, Gc = _row_vectors(vec, i_bh * NT + i_c, o_c, C, PREC)
     gamma = _exp2(G)
     a = _load_tile(A, i_bh, i_c, NT, C)
     w = _safe(b)
@@ -690,11 +713,11 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds
             K, V, BK, BV, C, EPS, USE_L2, V_FIRST, DS_HOME, EVERY, HAS_H0, HAS_DHT, PREC)
     kf = k_.to(tl.float32)
     dm *= scale
-    dkt *= _exp2(Gc - G)[:, None]  # (11): e R dS'^T
+    dkt *= e[:, None]  # (11): e R dS'^T
     z = tl.where(t0 + o_c < T - 1, tl.sum(kf * dkt, 1), 0.0)  # (12): tau
     if V <= BV:
         dMt = dot(R, tl.trans(do_), PREC)
-    Dt = tl.where(top, _exp2(G[None, :] - G[:, None]), 0.0)
+    Dt = tl.where(top, _decays(G[None, :], l[None, :], G[:, None], l[:, None], PREC), 0.0)
     dkm = scale * dot(_operand(dMt * Dt, dt, PREC), q_, PREC)
     if V <= BV:
         dTt = dot(R, tl.trans(P), PREC)
@@ -703,7 +726,7 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds
     dkt += dkm
     if V <= BV:
         dT = dot(P, tl.trans(R), PREC)
-    D = tl.where(low, _exp2(G[:, None] - G[None, :]), 0.0)
+    D = tl.where(low, _decays(G[:, None], l[:, None], G[None, :], l[None, :], PREC), 0.0)
     dkm = dot(_operand(dT * -D, dt, PREC), k_, PREC)
     db = (db + tl.sum(kf * dkm, 1)) / w  # (9)
     if V <= BV:
@@ -732,25 +755,26 @@ def _chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds
     _put_gates(db, dx, m_t, g, b, A_log, dt_bias, dg, dbeta, dgate, i_b, i_h, i_c, t0, o_c, T, H, NT,
                USE_GATE, HAS_BIAS, USE_SIGMOID, NEG)
 
-# %% ../nbs/10_gated_delta.ipynb #e51187cd
+# %% ../nbs/10_gated_delta.ipynb #42abf04a
 @cache
-def _bwd_kernels(K, V, dtype, prec, parts, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht, dh0):
-    if parts: return (64, hopper.bwd_scan(parts, l2norm, v_first, dht, dh0),
-                      hopper.bwd_chunks(parts, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht), 1)
+def _bwd_kernels(K, V, kinds, prec, parts, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht, dh0):
+    dtype = kinds[0]
+    if parts: return (64, hopper.bwd_scan(kinds, parts, l2norm, v_first, dht, dh0),
+                      hopper.bwd_chunks(kinds, parts, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht), 1)
     c = _config(K, V, dtype)
     tile = dict(K=K, V=V, BK=c["BK"], C=c["C"], EPS=_EPS, USE_L2=l2norm, PREC=prec, V_FIRST=v_first, HAS_DHT=dht,
                 DS_HOME=_ds_home(V, c["C"]))
-    scan = launcher(_scan_bwd_kernel, **tile, SAVE_DH0=dh0, **c["scan_bwd"])
-    chunk = launcher(_chunk_bwd_kernel, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, HAS_H0=h0, EVERY=c["EVERY"],
-                     **c["chunk_bwd"])
+    scan = launcher(_scan_bwd_kernel, True, **tile, SAVE_DH0=dh0, **c["scan_bwd"])
+    chunk = launcher(_chunk_bwd_kernel, True, **tile, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg, HAS_H0=h0,
+                     EVERY=c["EVERY"], **c["chunk_bwd"])
     return c["C"], scan, chunk, triton.cdiv(V, c["scan_bwd"]["BV"])
 
-# %% ../nbs/10_gated_delta.ipynb #dd02dfe7
+# %% ../nbs/10_gated_delta.ipynb #1df59542
 def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, vec, h, scale, l2norm, gate, sigmoid, neg, v_first, want_dh0):
-    do, q, k, v, g, beta, dht, h0 = map(_dense, (do, q, k, v, g, beta, dht, h0))
+    do, q, k, v, g, beta, A_log, dt_bias, dht, h0 = map(_dense, (do, q, k, v, g, beta, A_log, dt_bias, dht, h0))
     (B, T, H, K), V, parts = q.shape, v.shape[-1], A.shape[3] if A.dim() == 5 else 0
-    C, scan, chunk, blocks = _bwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), parts, l2norm, gate, dt_bias is not None,
-        sigmoid, neg, v_first, h0 is not None, dht is not None, want_dh0)
+    C, scan, chunk, blocks = _bwd_kernels(K, V, _kinds(q, g, beta, A_log, dt_bias, dht, h0), fp32_precision(q.dtype), parts, l2norm, gate,
+        dt_bias is not None, sigmoid, neg, v_first, h0 is not None, dht is not None, want_dh0)
     NT = -(-T // C)
     dq, dk, dv, dg, dbeta = map(torch.empty_like, (q, k, v, g, beta))
     dh0 = q.new_empty(h0.shape if want_dh0 else (0,), dtype=torch.float32)
@@ -763,21 +787,21 @@ def _bwd(do, dht, q, k, v, g, beta, A_log, dt_bias, h0, A, vec, h, scale, l2norm
         chunk(B * H * NT, q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate, scale, T, H, NT)
     return dq, dk, dv, dg, dbeta, dgate.sum((0, 1)) if gate else dgate, dh0
 
-# %% ../nbs/10_gated_delta.ipynb #3ace110f
+# %% ../nbs/10_gated_delta.ipynb #dfa2fe56
 def _prepare_bwd(q, k, v, g, beta, A_log, dt_bias, h0, A, vec, h, scale, T, NT, l2norm, gate, sigmoid, neg, v_first):
     K, V, H, parts = q.shape[-1], v.shape[-1], q.shape[2], A.shape[3] if A.dim() == 5 else 0
-    C, scan, chunk, _ = _bwd_kernels(K, V, q.dtype, fp32_precision(q.dtype), parts, l2norm, gate, dt_bias is not None, sigmoid, neg,
-        v_first, h0 is not None, False, h0 is not None)
+    C, scan, chunk, _ = _bwd_kernels(K, V, _kinds(q, g, beta, A_log, dt_bias, None, h0), fp32_precision(q.dtype), parts, l2norm, gate,
+        dt_bias is not None, sigmoid, neg, v_first, h0 is not None, False, h0 is not None)
     inputs, outputs = (q, k, v, g, A_log, dt_bias, A, vec, h0, h, v, None), (q, k, v, g, beta, vec)
     ds, ds2 = (q.view(h.dtype),) * 2 if parts else (q, k) if _ds_home(V, C) else (q, None)
     scan.prepare(q, k, v, A, vec, None, ds, ds2, v, vec, scale, T, H, NT)
     chunk.prepare(*inputs, ds, ds2, *outputs, scale, T, H, NT)
 
-# %% ../nbs/10_gated_delta.ipynb #2c18f2e2
+# %% ../nbs/10_gated_delta.ipynb #3b51089b
 def _fwd_fake(q, k, v, g, beta, A_log, dt_bias, h0, scale, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     B, H, K, V = q.shape[0], *q.shape[2:], v.shape[-1]
     state = _state_shape(B, H, K, V, v_first) if output_final_state else (0,)
-    _, _, *saved = _saved(B, q.shape[1], H, K, V, q.dtype, fp32_precision(q.dtype), _on_hopper(K, V, q.device))
+    _, _, *saved = _saved.__wrapped__(B, q.shape[1], H, K, V, q.dtype, fp32_precision(q.dtype), _on_hopper(K, V, q.device))
     saved = (q.new_empty(shape if save else (0,), dtype=dtype) for shape, dtype in saved)
     return v.new_empty(v.shape), q.new_empty(state, dtype=torch.float32), *saved
 
@@ -795,7 +819,7 @@ _bwd_op = register(f"gated_delta_bwd(Tensor do, Tensor? dht, {_IN}, Tensor A, Te
                    " bool want_dh0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _bwd, _bwd_fake)
 _fwd_call, _bwd_call = straight(_fwd_op, _fwd), straight(_bwd_op, _bwd)
 
-# %% ../nbs/10_gated_delta.ipynb #6f0e4ee3
+# %% ../nbs/10_gated_delta.ipynb #34af59a6
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
@@ -812,10 +836,10 @@ class _GatedDelta(torch.autograd.Function):
         *x, A, vec, h = ctx.saved_tensors
         if do is None: do = torch.zeros_like(x[2])  # only the final state was used
         *grads, dgate, dh0 = _bwd_call(do, dht, *x, A, vec, h, *ctx.options)
-        wants = ctx.needs_input_grad
-        dA_log, ddt_bias = dgate.unbind(-1) if wants[5] or wants[6] else (None, None)
-        grads += [dA_log, ddt_bias, dh0]
-        return *(d.to(a.dtype) if need else None for d, a, need in zip(grads, x, wants)), *[None] * 7
+        grads, wants = [d if need else None for d, need in zip(grads, ctx.needs_input_grad)], ctx.needs_input_grad[5:8]
+        if not any(wants): return *grads, *[None] * 10
+        wide = *(dgate.unbind(-1) if wants[0] or wants[1] else (None, None)), dh0
+        return *grads, *(d.to(a.dtype) if need else None for d, a, need in zip(wide, x[5:], wants)), *[None] * 7
 
 def _inference(*args): return _fwd_call(*args, False)[:2]
 def _inference_fake(*args): return _fwd_fake(*args, False)[:2]

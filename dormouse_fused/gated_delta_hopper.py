@@ -23,7 +23,7 @@ from .gluon import (C, again, announce, await_last_kernel, barrier, barriers, in
     mma_registers, mma_wait, operand, operand_of, parts, product_layout, put, put_parts, signal,
     take, tile_index, tile_layout, token_rows, unit_rows)
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #579c1e3d
+# %% ../nbs/05_gated_delta_hopper.ipynb #01bc7544
 @gluon.jit
 def _place(BH, H):
     """The program's place: chunk, (batch, head), batch and head. 32-bit division takes a fraction of the time of 64-bit."""
@@ -42,6 +42,22 @@ def _tiles(dtype: gl.constexpr, N: gl.constexpr):
 def _vectors(N: gl.constexpr, ROWS: gl.constexpr):
     """N times ROWS vectors of a chunk in shared memory."""
     return gl.allocate_shared_memory(gl.float32, [N, ROWS * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+@gluon.jit
+def _gamma(g, start: gl.constexpr, n: gl.constexpr, L: gl.constexpr, PARTS: gl.constexpr):
+    """Decays from the chunk's start, n of its row vectors g; three parts keep something else in their place."""
+    if PARTS == 3:
+        return libdevice.exp2(g.slice(start, n).load(L))
+    else:
+        return g.slice(3 * C + start, n).load(L)
+
+@gluon.jit
+def _decays(g, rows: gl.constexpr, cols: gl.constexpr, PARTS: gl.constexpr):
+    """D of (1), above its diagonal too. For three parts G is a sum of two: one float32 loses small decays behind a closed gate."""
+    d = g.slice(0, C).load(rows)[:, None] - g.slice(0, C).load(cols)[None, :]
+    if PARTS == 3:
+        d += g.slice(3 * C, C).load(rows)[:, None] - g.slice(3 * C, C).load(cols)[None, :]
+    return libdevice.exp2(d)
 
 @gluon.jit
 def _solved(A, n, L: gl.constexpr):
@@ -78,11 +94,13 @@ def _copy_rows(q, k, x, q_s, k_s, x_s, f, NT, i_b, i_h, T, H, L: gl.constexpr, R
     _copy(q_s.index(st), q, n, i_b, i_h, T, H, NT, L)
     _copy(x_s.index(st), x, n, i_b, i_h, T, H, NT, L)
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #2a90159b
+# %% ../nbs/05_gated_delta_hopper.ipynb #fe29fe75
 @gluon.jit
-def _normalise(s, L: gl.constexpr, EPS: gl.constexpr):
-    x, _ = unit_rows(s.load(L).to(gl.float32), EPS)
+def _unit_tile(s, L: gl.constexpr, EPS: gl.constexpr):
+    """Makes a tile's rows unit vectors, in place; 1 / |row|."""
+    x, r = unit_rows(s.load(L).to(gl.float32), EPS)
     s.store(x.to(s.dtype))
+    return r
 
 @gluon.jit
 def _scan_load(q, k, x, A, vec, q_s, k_s, x_s, a_s, g_s, full, empty, i_b, i_h, i_bh, T, H, NT, REVERSE: gl.constexpr,
@@ -110,10 +128,9 @@ def _scan_load(q, k, x, A, vec, q_s, k_s, x_s, a_s, g_s, full, empty, i_b, i_h, 
             async_copy.commit_group()
         for n in range(NT):
             async_copy.wait_group(STAGES - 2)
-            if USE_L2:
-                barrier()
-                _normalise(q_s.index(n % STAGES), L, EPS)
-                _normalise(k_s.index(n % STAGES), L, EPS)
+            barrier()
+            _unit_tile(q_s.index(n % STAGES), L, EPS)
+            _unit_tile(k_s.index(n % STAGES), L, EPS)
             announce(full.index(n % STAGES))
             f = n + STAGES - 1
             mbarrier.wait(empty.index(f % STAGES), f // STAGES % 2 ^ 1)
@@ -152,7 +169,7 @@ def _scan_load(q, k, x, A, vec, q_s, k_s, x_s, a_s, g_s, full, empty, i_b, i_h, 
             if AHEAD:
                 rx = _get(x, c, i_b, i_h, T, H, NT, L)
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #e5c8b7ff
+# %% ../nbs/05_gated_delta_hopper.ipynb #747e9168
 @gluon.jit
 def _state(L: gl.constexpr, V_FIRST: gl.constexpr):
     """Offsets of S^T [V, K] in a state stored [V, K] or [K, V]."""
@@ -161,6 +178,15 @@ def _state(L: gl.constexpr, V_FIRST: gl.constexpr):
         return i * C + j
     else:
         return j * C + i
+
+@gluon.jit
+def _first_state(x, i_bh, GIVEN: gl.constexpr, V_FIRST: gl.constexpr):
+    """What a chain starts from, as an accumulator."""
+    ACC: gl.constexpr = product_layout()
+    if GIVEN:
+        return gl.load(x + i_bh * C * C + _state(ACC, V_FIRST)).to(gl.float32)
+    else:
+        return gl.zeros([C, C], gl.float32, ACC)
 
 @gluon.jit
 def _fwd_chain(k_s, v_s, a_s, g_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, h0, ht, i_bh, NT,
@@ -172,10 +198,8 @@ def _fwd_chain(k_s, v_s, a_s, g_s, S_s, R_s, full, empty, s_full, s_empty, r_ful
     LHS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     cols: gl.constexpr = gl.SliceLayout(0, ACC)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    S = gl.zeros([C, C], gl.float32, ACC)
+    S = _first_state(h0, i_bh, HAS_H0, V_FIRST)
     zero = gl.zeros([C, C], gl.float32, ACC)
-    if HAS_H0:
-        S = gl.load(h0 + i_bh * C * C + _state(ACC, V_FIRST)).to(gl.float32)
     for c in range(NT):
         st, sb, ph = c % STAGES, c % NB, c // NB % 2
         at = st * PARTS
@@ -187,8 +211,8 @@ def _fwd_chain(k_s, v_s, a_s, g_s, S_s, R_s, full, empty, s_full, s_empty, r_ful
         announce(s_full.index(sb))
         g = g_s.index(st)
         vT = v_s.index(st).permute((1, 0)).load(ACC).to(gl.float32)
-        b_j, gamma_j = g.slice(C, C).load(cols), g.slice(3 * C, C).load(cols)
-        S = S * gl.max(g.slice(4 * C - 1, 1).load(one), 0)
+        b_j, gamma_j = g.slice(C, C).load(cols), _gamma(g, 0, C, cols, PARTS)
+        S = S * gl.max(_gamma(g, C - 1, 1, one, PARTS), 0)
         kS = mma_wait(kS, 0, PARTS)
         R = b_j[None, :] * (vT - gamma_j[None, :] * kS)  # (4): beta Y
         R = mma_registers(R, operand(R, dt, LHS, PARTS), a_s, True, PARTS, False, at)  # (4): + (A - I) beta Y
@@ -203,7 +227,7 @@ def _fwd_chain(k_s, v_s, a_s, g_s, S_s, R_s, full, empty, s_full, s_empty, r_ful
     if SAVE_HT:
         gl.store(ht + i_bh * C * C + _state(ACC, V_FIRST), S)
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #51df9d09
+# %% ../nbs/05_gated_delta_hopper.ipynb #075861fd
 @gluon.jit
 def _fwd_out(q_s, k_s, g_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, o, h, scale, i_b, i_h, i_bh, T, H, NT,
              SAVE_H: gl.constexpr, NB: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
@@ -225,11 +249,11 @@ def _fwd_out(q_s, k_s, g_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_em
         mbarrier.wait(full.index(st), c // STAGES % 2)
         M = mma(zero, q_s, k_s, False, True, PARTS, True, at, at)
         g = g_s.index(st)
-        G_i, G_j, gamma_i = g.slice(0, C).load(rows), g.slice(0, C).load(cols), g.slice(3 * C, C).load(rows)
+        gamma_i = _gamma(g, 0, C, rows, PARTS)
         mbarrier.wait(s_full.index(sb), ph)
         O = mma(zero, q_s, S_s, False, True, PARTS, True, at, sb * PARTS)
         M = mma_wait(M, 1, PARTS)
-        M = gl.where(i_m >= j_m, M * libdevice.exp2(G_i[:, None] - G_j[None, :]), 0.0)  # (5), without scale
+        M = gl.where(i_m >= j_m, M * _decays(g, rows, cols, PARTS), 0.0)  # (5), without scale
         if SAVE_H:
             if c > 0:
                 p = h + (i_bh * (NT - 1) + c - 1) * (PARTS * C * C) + (i_h_ * C + j_h_)
@@ -291,7 +315,7 @@ def _store_rows(x_s, x, full, empty, n, c, i_b, i_h, T, H, NB: gl.constexpr):
     p, m = token_rows(x, i_b, i_h, c * C, T, H, L)
     gl.store(p, y, mask=m)
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #f612bde2
+# %% ../nbs/05_gated_delta_hopper.ipynb #0fb2d8c0
 @gluon.jit
 def _bwd_chain(q_s, k_s, o_s, a_s, g_s, S_s, m_s, d_s, x_s, full, empty, s_full, s_empty, m_full, m_empty, x_full, x_empty, dht, dh0,
                i_bh, NT, V_FIRST: gl.constexpr, HAS_DHT: gl.constexpr, SAVE_DH0: gl.constexpr,
@@ -302,10 +326,8 @@ def _bwd_chain(q_s, k_s, o_s, a_s, g_s, S_s, m_s, d_s, x_s, full, empty, s_full,
     LHS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     cols: gl.constexpr = gl.SliceLayout(0, ACC)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    S = gl.zeros([C, C], gl.float32, ACC)
+    S = _first_state(dht, i_bh, HAS_DHT, V_FIRST)
     zero = gl.zeros([C, C], gl.float32, ACC)
-    if HAS_DHT:
-        S = gl.load(dht + i_bh * C * C + _state(ACC, V_FIRST)).to(gl.float32)
     for n in range(NT):
         st, sb, ph = n % STAGES, n % NB, n // NB % 2
         at = st * PARTS
@@ -316,14 +338,14 @@ def _bwd_chain(q_s, k_s, o_s, a_s, g_s, S_s, m_s, d_s, x_s, full, empty, s_full,
         put_parts(S_s, s, PARTS, sb * PARTS)
         signal(s_full.index(sb))
         g = g_s.index(st)
-        S = S * gl.max(g.slice(4 * C - 1, 1).load(one), 0)
+        S = S * gl.max(_gamma(g, C - 1, 1, one, PARTS), 0)
         e_j = g.slice(2 * C, C).load(cols)
         P = mma_wait(P, 0, PARTS)
         P = e_j[None, :] * P  # (7): dR, from the next chunk
         mbarrier.wait(m_full.index(sb), ph)
         P = mma(P, o_s, m_s, True, False, PARTS, False, at, sb * PARTS)  # (7): and from this one
         S = mma(S, d_s, q_s, True, False, PARTS, False, sb * PARTS, at)
-        b_j, gamma_j = g.slice(C, C).load(cols), g.slice(3 * C, C).load(cols)
+        b_j, gamma_j = g.slice(C, C).load(cols), _gamma(g, 0, C, cols, PARTS)
         P = mma_wait(P, 1, PARTS)
         P = mma_registers(P, operand(P, dt, LHS, PARTS), a_s, False, PARTS, False, at)  # (7): + (A - I)^T dR
         w_j = gl.where(gl.abs(b_j) >= 0.015625, b_j, 1.0)
@@ -344,7 +366,7 @@ def _bwd_chain(q_s, k_s, o_s, a_s, g_s, S_s, m_s, d_s, x_s, full, empty, s_full,
             S = mma_wait(S, 0, PARTS)
         gl.store(dh0 + i_bh * C * C + _state(ACC, V_FIRST), S)
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #4c6f93a2
+# %% ../nbs/05_gated_delta_hopper.ipynb #a370f674
 @gluon.jit
 def _bwd_out(q_s, k_s, o_s, g_s, S_s, m_s, d_s, x_s, full, empty, s_full, s_empty, m_full, m_empty, x_full, x_empty, ds, ds2, dv, scale,
              i_b, i_h, T, H, NT, SAVE_DH0: gl.constexpr, NB: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
@@ -363,10 +385,9 @@ def _bwd_out(q_s, k_s, o_s, g_s, S_s, m_s, d_s, x_s, full, empty, s_full, s_empt
         mbarrier.wait(full.index(st), n // STAGES % 2)
         M = mma(zero, q_s, k_s, False, True, PARTS, True, at, at)
         g = g_s.index(st)
-        G_i, G_j = g.slice(0, C).load(rows), g.slice(0, C).load(cols)
-        gd = (scale * g.slice(3 * C, C).load(gl.SliceLayout(1, Lh)))[:, None] * take(o_s, Lh, PARTS, at)
+        gd = (scale * _gamma(g, 0, C, gl.SliceLayout(1, Lh), PARTS))[:, None] * take(o_s, Lh, PARTS, at)
         M = mma_wait(M, 0, PARTS)
-        M = gl.where(i_m >= j_m, scale * M * libdevice.exp2(G_i[:, None] - G_j[None, :]), 0.0)
+        M = gl.where(i_m >= j_m, scale * M * _decays(g, rows, cols, PARTS), 0.0)
         mbarrier.wait(m_empty.index(sb), ph ^ 1)
         put(m_s, M, dt, PARTS, sb * PARTS)
         put(d_s, gd, dt, PARTS, sb * PARTS)
@@ -420,7 +441,7 @@ def _hopper_scan_bwd_kernel(q, k, do, A, vec, dht, ds, ds2, dv, dh0, scale, T, H
                       PARTS, STAGES, LW)),
     ], [4, LW], [OUT, LOAD])
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #4942144e
+# %% ../nbs/05_gated_delta_hopper.ipynb #2c09e9cc
 @gluon.jit
 def _copy_states(s, h, i_bh, i_c, NT, L: gl.constexpr, PARTS: gl.constexpr):
     i, j = tile_index(L)
@@ -446,14 +467,7 @@ def _through(s, x, L: gl.constexpr):
     s.store(x)
     return s.load(L)
 
-@gluon.jit
-def _unit_tile(s, L: gl.constexpr, rows: gl.constexpr, EPS: gl.constexpr):
-    """Makes a tile's rows unit vectors, in place; 1 / |row|."""
-    x, r = unit_rows(s.index(0).load(L).to(gl.float32), EPS)
-    s.index(0).store(x.to(s.dtype))
-    return gl.convert_layout(r, rows)
-
-# %% ../nbs/05_gated_delta_hopper.ipynb #362a650b
+# %% ../nbs/05_gated_delta_hopper.ipynb #1df5c3d3
 @gluon.jit
 def _bring_chunk(q, k, v, A, vec, h, do, ds, ds2, dv, q_s, k_s, R_s, a_s, g_s, S_s, d_s, o_s, p_s, i_b, i_h, i_bh, i_c, T, H, NT,
                  EPS: gl.constexpr, USE_L2: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
@@ -487,13 +501,15 @@ def _bring_chunk(q, k, v, A, vec, h, do, ds, ds2, dv, q_s, k_s, R_s, a_s, g_s, S
         async_copy.wait_group(1)
         if USE_L2:
             barrier()
-            return _unit_tile(k_s, L, rows, EPS)
+            return gl.convert_layout(_unit_tile(k_s.index(0), L, EPS), rows)
         else:
             return o
     else:
         _copy_states(S_s, h, i_bh, i_c, NT, Lh, PARTS)
         _copy_inverse(a_s, A, at, Lh, PARTS)
         G, b = gl.load(vec + o), gl.load(vec + C + o)
+        if PARTS == 3:
+            g_s.index(4).store(gl.load(vec + 3 * C + o))
         xk, xv = gl.load(pk, mask=m, other=0.0), gl.load(pv, mask=m, other=0.0)
         xo = gl.load(po, mask=m, other=0.0)
         await_last_kernel()
@@ -526,7 +542,7 @@ def _right_side(k_s, S_s, v_s, G, b, PARTS: gl.constexpr, W: gl.constexpr):
     put(v_s, R, k_s.dtype, PARTS)
     return x, R
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #173b7fa8
+# %% ../nbs/05_gated_delta_hopper.ipynb #2bc969af
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht, ds, ds2, dq, dk, dv, dg, dbeta, dgate, scale, T, H, NT,
                              EPS: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -547,7 +563,7 @@ def _hopper_chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht,
     o_s = _tiles(dt, PARTS)
     p_s = _tiles(dt, PARTS)  # w P
     q_s = d_s if PARTS > 1 else _tiles(dt, PARTS)
-    g_s = _vectors(4, 1)  # G and beta, then dG and tau; two sums
+    g_s = _vectors(4 if PARTS < 3 else 5, 1)  # G and beta, then dG and tau; two sums; what G lacks
     i_c, i_bh, i_b, i_h = _place(gl.num_programs(0) // NT, H)  # by chunk: what the scan left last is read first
     t0 = i_c * C
     rk = _bring_chunk(q, k, v, A, vec, h, do, ds, ds2, dv, q_s, k_s, R_s, a_s, g_s, S_s, d_s, o_s, p_s, i_b, i_h, i_bh, i_c, T, H, NT,
@@ -565,7 +581,7 @@ def _hopper_chunk_bwd_kernel(q, k, v, g, A_log, dt_bias, A, vec, h0, h, do, dht,
         async_copy.wait_group(0)
         if USE_L2:
             barrier()
-            rq = _unit_tile(q_s, L, rows, EPS)
+            rq = gl.convert_layout(_unit_tile(q_s.index(0), L, EPS), rows)
     if HAS_DHT:
         if i_c == NT - 1:
             put(d_s, gl.load(dht + i_bh * C * C + _state(Lh, V_FIRST)).to(gl.float32), dt, PARTS)
@@ -613,10 +629,10 @@ def _unit_gradient(x, s, r, PARTS: gl.constexpr, W: gl.constexpr):
     """(15): the gradient x by unit rows in s, of length 1 / r before."""
     return r[:, None] * (x - take(s, product_layout(W), PARTS) * _dot_rows(s, x, PARTS, W)[:, None])
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #e63ddd66
+# %% ../nbs/05_gated_delta_hopper.ipynb #36a7630b
 @gluon.jit
 def _score_gradients(R_s, a_s, o_s, p_s, d_s, g_s, G, scale, PARTS: gl.constexpr, W: gl.constexpr):
-    """From R: dM below the diagonal into A's place and its diagonal into g_s; dT; e; and R dS'^T, started."""
+    """From R: dM below the diagonal into A's place and its diagonal into g_s; dT; G's last; and R dS'^T, started."""
     dt: gl.constexpr = R_s.dtype
     ACC: gl.constexpr = product_layout(W)
     zero = gl.zeros([C, C], gl.float32, ACC)
@@ -624,8 +640,13 @@ def _score_gradients(R_s, a_s, o_s, p_s, d_s, g_s, G, scale, PARTS: gl.constexpr
     M = mma(zero, o_s, R_s, False, True, PARTS, True)
     dT = mma(zero, p_s, R_s, False, True, PARTS, True)
     dk = mma(zero, R_s, d_s, False, False, PARTS, True)
-    D = gl.where(i > j, libdevice.exp2(G[:, None] - g_s.index(0).load(gl.SliceLayout(0, ACC))[None, :]), 0.0)
-    Gc = g_s.index(0).slice(C - 1, 1).load(gl.SliceLayout(1, ACC))
+    rows: gl.constexpr = gl.SliceLayout(1, ACC)
+    cols: gl.constexpr = gl.SliceLayout(0, ACC)
+    d = G[:, None] - g_s.index(0).load(cols)[None, :]
+    Gc = g_s.index(0).slice(C - 1, 1).load(rows)
+    if PARTS == 3:
+        d += g_s.index(4).load(rows)[:, None] - g_s.index(4).load(cols)[None, :]
+    D = gl.where(i > j, libdevice.exp2(d), 0.0)
     M = mma_wait(M, 2, PARTS)
     g_s.index(0).store(scale * gl.sum(gl.where(i == j, M, 0.0), 1))
     put(a_s, scale * M * D, dt, PARTS)
@@ -687,7 +708,7 @@ def _inner_gradients(dT, Gc, dkt, q_s, k_s, T_s, M_s, S_s, o_s, p_s, g_s, G, b, 
     dkt += u[:, None] * E + g_s.index(0).load(gl.SliceLayout(1, ACC))[:, None] * take(q_s, ACC, 1)  # (11)
     return dkt, x, z, dG, w
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #b363e36d
+# %% ../nbs/05_gated_delta_hopper.ipynb #fff95595
 @gluon.jit
 def _inner_gradients_in_parts(dT, Gc, dkt, xq, q_s, k_s, T_s, M_s, S_s, o_s, p_s, g_s, G, b, dv, scale, i_b, i_h, t0, T, H,
                               EPS: gl.constexpr, USE_L2: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
@@ -697,7 +718,10 @@ def _inner_gradients_in_parts(dT, Gc, dkt, xq, q_s, k_s, T_s, M_s, S_s, o_s, p_s
     zero = gl.zeros([C, C], gl.float32, ACC)
     dqs = mma(zero, o_s, S_s, False, False, PARTS, True)
     E = mma(zero, p_s, S_s, False, False, PARTS, True)
-    dkt = libdevice.exp2(Gc - G)[:, None] * mma_wait(dkt, 2, PARTS)
+    to_end = Gc - G
+    if PARTS == 3:
+        to_end += g_s.index(4).slice(C - 1, 1).load(rows) - g_s.index(4).load(rows)
+    dkt = libdevice.exp2(to_end)[:, None] * mma_wait(dkt, 2, PARTS)
     barrier()
     put_parts(T_s, dT, PARTS)
     if USE_L2:
@@ -797,26 +821,26 @@ def parts_of(
     "How many parts an operand has: equation (1) of chapter *Tiles by hand*."
     return 1 if dtype is not torch.float32 else 2 if prec == "tf32" else 3
 
-# %% ../nbs/05_gated_delta_hopper.ipynb #272653c5
+# %% ../nbs/05_gated_delta_hopper.ipynb #f58a98b3
 _FIXED = dict(EPS=1e-6)
 def early(parts): return dict(launch_pdl=parts < 3) # start while the kernel before ends?
 
 @cache
-def fwd_scan(parts, l2norm, v_first, h0, save, ht):
+def fwd_scan(kinds, parts, l2norm, v_first, h0, save, ht):
     "The forward scan: launch(B * H, q, k, v, A, vec, h0, o, h, ht, scale, T, H, NT)."
-    return launcher(_hopper_scan_fwd_kernel, **_FIXED, USE_L2=l2norm, V_FIRST=v_first, HAS_H0=h0, SAVE_H=save, SAVE_HT=ht, PARTS=parts,
-                    num_warps=4, **PLANS[parts][0], **early(parts))
+    return launcher(_hopper_scan_fwd_kernel, True, **_FIXED, USE_L2=l2norm, V_FIRST=v_first, HAS_H0=h0, SAVE_H=save, SAVE_HT=ht,
+                    PARTS=parts, num_warps=4, **PLANS[parts][0], **early(parts))
 
 @cache
-def bwd_scan(parts, l2norm, v_first, dht, dh0):
+def bwd_scan(kinds, parts, l2norm, v_first, dht, dh0):
     "The backward scan: launch(B * H, q, k, do, A, vec, dht, ds, ds2, dv, dh0, scale, T, H, NT)."
-    return launcher(_hopper_scan_bwd_kernel, **_FIXED, USE_L2=l2norm, V_FIRST=v_first, HAS_DHT=dht, SAVE_DH0=dh0, PARTS=parts,
+    return launcher(_hopper_scan_bwd_kernel, True, **_FIXED, USE_L2=l2norm, V_FIRST=v_first, HAS_DHT=dht, SAVE_DH0=dh0, PARTS=parts,
                     num_warps=4, **PLANS[parts][1])
 
 @cache
-def bwd_chunks(parts, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht):
+def bwd_chunks(kinds, parts, l2norm, gate, bias, sigmoid, neg, v_first, h0, dht):
     "The chunks' gradients: launch(B * H * NT, q, k, v, g, A_log, ..., dbeta, dgate, scale, T, H, NT)."
-    return launcher(_hopper_chunk_bwd_kernel, **_FIXED, USE_L2=l2norm, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg,
+    return launcher(_hopper_chunk_bwd_kernel, True, **_FIXED, USE_L2=l2norm, USE_GATE=gate, HAS_BIAS=bias, USE_SIGMOID=sigmoid, NEG=neg,
                     V_FIRST=v_first, HAS_H0=h0, HAS_DHT=dht, PARTS=parts, **PLANS[parts][2], **early(parts))
 
 # %% ../nbs/05_gated_delta_hopper.ipynb #02481ed8

@@ -281,9 +281,10 @@ def l2norm(
     if x.shape[-1] > max(L2NORM_TILES): raise ValueError(f"x: expected D <= {max(L2NORM_TILES)}, got {list(x.shape)}")
     return _l2norm_op(x, eps)
 
-# %% ../nbs/03_triton.ipynb #1f7523fb
+# %% ../nbs/03_triton.ipynb #f94aea20
 def launcher(
     kernel, # a `triton.jit` function: run-time arguments first, integers among them in `do_not_specialize`
+    same_kind:bool=False, # every launch has the first one's dtypes, pointers at multiples of 16, 32-bit integers: nobody looks
     **fixed, # its compile-time arguments, and options such as `num_warps`
 ): # launch(programs, *args), with the kernel's run-time arguments in order
     "A kernel with its compile-time arguments fixed, to be launched often."
@@ -292,16 +293,8 @@ def launcher(
     def launch(programs, *args):
         if INTERPRET: return kernel[(programs,)](*args, *constants, **fixed)
         device = torch.cuda.current_device()
-        key, values, bits = [device], [], 0
-        for a in args:
-            if isinstance(a, Tensor):
-                key.append(a.dtype)
-                a = a.data_ptr()
-                bits |= a
-            else: key.append(a >> 31 if type(a) is int else type(a))
-            values.append(a)
-        if bits % 16: key += [isinstance(a, Tensor) and x % 16 == 0 for a, x in zip(args, values)]
-        if run := compiled.get(key := tuple(key)):
+        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+        if run := compiled.get(key := device if same_kind else (device, *_kinds(args, values))):
             if _hooked(): return run[(programs, 1, 1)](*args, *constants)
             stream = torch._C._cuda_getCurrentRawStream(device)
             run.run(programs, 1, 1, stream, run.function, run.packed_metadata, None, None, None, *values, *constants)
@@ -320,6 +313,10 @@ def launcher(
         return True
     launch.prepare = prepare
     return launch
+
+def _kinds(args, values):
+    "What a compiled kernel depends on: dtypes, pointers at multiples of 16, integers of more than 31 bits."
+    return [(a.dtype, x % 16 == 0) if isinstance(a, Tensor) else a >> 31 if type(a) is int else type(a) for a, x in zip(args, values)]
 
 def _hooked():
     "Whether a profiler has asked Triton to tell it of launches."

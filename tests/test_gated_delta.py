@@ -546,6 +546,23 @@ def test_scale_on_the_device_is_refused():
         chunk_gated_delta_rule(**make(T=2), scale=torch.ones(()))
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (40, 100)])
+def test_small_decays_behind_closed_gates(shape):
+    "A float32 sum of log decays forgets the small ones after the large: the errors were 5e-5."
+    K, V = shape
+    gen = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 130, 2, d, generator=gen).to(DEVICE) for d in (K, K, V, V))
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    closed, beta = torch.arange(130, device=DEVICE) % 64 < 8, torch.rand(1, 130, 2, generator=gen).to(DEVICE)
+    g = torch.where(closed, -20.0, -0.01)[None, :, None].expand(1, 130, 2).contiguous()
+    torch.set_float32_matmul_precision("highest")
+    found = [[t.clone().requires_grad_() for t in (q, k, v, g, beta)], [t.double().requires_grad_() for t in (q, k, v, g, beta)]]
+    o, want = chunk_gated_delta_rule(*found[0])[0], naive_recurrent_gated_delta_rule(*found[1])[0]
+    grads, wanted = torch.autograd.grad(o, found[0], do), torch.autograd.grad(want, found[1], do.double())
+    errors = [float(rel_err(a.detach(), b.detach())) for a, b in zip((o, *grads), (want, *wanted))]
+    assert max(errors) <= 5e-6, errors
+
+
 def test_what_fits_is_remembered_and_what_does_not_is_refused():
     q, k, v = (torch.randn(1, 3, 2, 16, device=DEVICE) for _ in range(3))
     g, beta = -torch.rand(1, 3, 2, device=DEVICE), torch.rand(1, 3, 2, device=DEVICE)

@@ -1,4 +1,6 @@
 "The Hopper kernels without a GPU: odd lengths and options, in Gluon's interpreter. test_gated_delta.py has them on a GPU."
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ def plan(parts, which):
     return {n: v for n, v in hopper.PLANS[parts][which].items() if n.isupper()}
 
 
-def inverse(k, G, beta):
+def inverse(k, G, beta, parts=1):
     NT = -(-k.shape[1] // 64)
 
     def chunks(x):
@@ -21,9 +23,10 @@ def inverse(k, G, beta):
         return F.pad(x.float().transpose(1, 2), (0, 0, 0, NT * 64 - T)).view(B, H, NT, 64, D)
 
     k, b = chunks(k), chunks(beta[..., None])
-    G = chunks(G[..., None]).cumsum(-2) / torch.tensor(2.0).log()
-    A = torch.linalg.inv(torch.eye(64) + b * ((G - G.mT).exp2() * (k @ k.mT)).tril(-1)) - torch.eye(64)
-    vec = torch.stack([G, b, (G[..., -1:, :] - G).exp2(), G.exp2()], -3)[..., 0].contiguous()
+    G = chunks(G[..., None]).double().cumsum(-2) / math.log(2)
+    A = torch.linalg.inv(torch.eye(64) + b * ((G - G.mT).exp2().float() * (k @ k.mT)).tril(-1)) - torch.eye(64)
+    vec = G, b, (G[..., -1:, :] - G).exp2(), G - G.float() if parts == 3 else G.exp2()
+    vec = torch.stack(vec, -3)[..., 0].float().contiguous()
     return torch.cat([A[..., :32, :32].flatten(-2), A[..., 32:, :].flatten(-2)], -1), vec
 
 
@@ -44,7 +47,7 @@ def run(T, dtype, parts, B=1, H=2, state=False, v_first=False, beta=None, gate=N
 
     q, k = (F.normalize(randn(B, T, H, 64), dim=-1).to(dtype) for _ in range(2))
     v, do = (randn(B, T, H, 64).to(dtype) for _ in range(2))
-    g = F.logsigmoid(randn(B, T, H) + 1) if gate is None else torch.full((B, T, H), gate)
+    g = F.logsigmoid(randn(B, T, H) + 1) if gate is None else torch.as_tensor(gate).expand(B, T, H).contiguous()
     b = (randn(B, T, H).sigmoid() if beta is None else beta.expand(B, T, H)).to(dtype).contiguous()
     h0, dht = (randn(B, H, 64, 64) if state else None for _ in range(2))
     names = ("q", "k", "v", "g", "beta") + (("initial_state",) if state else ())
@@ -54,7 +57,7 @@ def run(T, dtype, parts, B=1, H=2, state=False, v_first=False, beta=None, gate=N
     upstream = [do.double(), dht.double()] if state else [do.double()]
     want |= {"d" + n: t for n, t in zip(x, torch.autograd.grad(list(want.values()), list(x.values()), upstream))}
     NT, low, scale = -(-T // 64), torch.bfloat16 if parts > 1 else dtype, 64**-0.5
-    A, vec = inverse(k, g, b)
+    A, vec = inverse(k, g, b, parts)
     A = split(A, parts, low)
     nan = float("nan")
     new = [torch.full_like(t, nan) for t in (q, k, v, g, b)]
@@ -113,6 +116,13 @@ def test_gates(gate, dtype, parts):
     # with every gate closed, what is left of dg is a difference of larger numbers
     closed = 5e-5 if parts == 3 and gate < -5 else TOLERANCE[parts]
     assert all(e <= (closed if n == "dg" else TOLERANCE[parts]) for n, e in errors.items()), errors
+
+
+@pytest.mark.parametrize(("dtype", "parts"), CASES)
+def test_small_decays_behind_closed_gates(dtype, parts):
+    closed = torch.arange(130) % 64 < 8
+    errors = run(130, dtype, parts, gate=torch.where(closed, -20.0, -0.01)[None, :, None])
+    assert max(errors.values()) <= TOLERANCE[parts], errors
 
 
 def test_no_future_token_or_gate_reaches_an_output():
