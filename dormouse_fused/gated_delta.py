@@ -310,7 +310,7 @@ def _put_block(A, r: tl.constexpr, s: tl.constexpr, C: tl.constexpr, x, PREC: tl
         x -= y
     tl.store(p + (PARTS - 1) * (3 * C * C // 4), _operand(x, A.dtype.element_ty, PREC))
 
-# %% ../nbs/10_gated_delta.ipynb #6184e985
+# %% ../nbs/10_gated_delta.ipynb #9973523b
 @triton.jit(do_not_specialize=["T", "H", "NT"])
 def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, vec, T, H, NT,
                           K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
@@ -323,7 +323,7 @@ def _chunk_inverse_kernel(k, g, beta, A_log, dt_bias, A, vec, T, H, NT,
         gdc_launch_dependents()
     i_c, i_bh, i_b, i_h = _place(NT, H)
     NB: tl.constexpr = C // 16
-    ROUND: tl.constexpr = k.dtype.element_ty == tl.float32
+    ROUND: tl.constexpr = (k.dtype.element_ty == tl.float32) and (PARTS == 1)  # 2 parts: no other product is that coarse, and time counts
     N: tl.constexpr = C // 2
     o_k, o_c, o_16, o_n = tl.arange(0, BK), tl.arange(0, C), tl.arange(0, 16), tl.arange(0, N)
     t0 = i_c * C
