@@ -9,7 +9,7 @@ __all__ = ['SKIP', 'OPS', 'TUNABLE', 'source_files', 'Text', 'text_from_bytes', 
            'own_bytes', 'Bar', 'fit', 'bits_per_byte', 'summary', 'print_table', 'draw_losses', 'make_parser',
            'pick_device', 'pick_ops', 'writable', 'resumed', 'set_up', 'describe', 'main', 'finish']
 
-# %% ../nbs/90_train.ipynb #5d2b02a5
+# %% ../nbs/90_train.ipynb #8e093681
 import argparse, hashlib, importlib.util, math, os, pickle, resource, signal, statistics, sys, sysconfig, threading, time, warnings, zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# %% ../nbs/90_train.ipynb #45e50e1f
+# %% ../nbs/90_train.ipynb #36480be2
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 def source_files(
@@ -33,7 +33,7 @@ def source_files(
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
-# %% ../nbs/90_train.ipynb #2bd7579d
+# %% ../nbs/90_train.ipynb #9d4c8b19
 @dataclass
 class Text:
     "Bytes to learn from and bytes to be judged on."
@@ -53,7 +53,7 @@ def text_from_bytes(train: bytes, val: bytes, files: int = 1) -> Text:
     tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, val)]
     return Text(*tensors, files, hashlib.sha256(train + b"\0" + val).hexdigest())
 
-# %% ../nbs/90_train.ipynb #8298399e
+# %% ../nbs/90_train.ipynb #becd6aff
 def read_text(
     path: str | Path | None = None,  # a directory of Python files or one file; default: the standard library
 ) -> Text:
@@ -72,7 +72,7 @@ def read_text(
         raise ValueError(f"text: too few Python files under {path}; name a directory of source or a text file")
     return text_from_bytes(train, val, len(parts[True]) + len(parts[False]))
 
-# %% ../nbs/90_train.ipynb #dd037c20
+# %% ../nbs/90_train.ipynb #1993fde0
 class Windows:
     "Batches of `length + 1` bytes, cut on the device; a function of the step number and nothing else."
 
@@ -97,14 +97,14 @@ class Windows:
         first = (self.offset + self.stride * self.batch * step) % self.count
         return (first + self.rows) % self.count
 
-# %% ../nbs/90_train.ipynb #acd0d114
+# %% ../nbs/90_train.ipynb #b1d7de27
 def plain_gated_delta_rule(q, k, v, g, beta, **options):
     "The chunked reference of chapter 10, in float32 under autocast too."
     from dormouse_fused.gated_delta import naive_chunk_gated_delta_rule
     with torch.autocast(q.device.type, enabled=False):
         return naive_chunk_gated_delta_rule(q, k, v, g, beta, **options)
 
-# %% ../nbs/90_train.ipynb #2797d3bc
+# %% ../nbs/90_train.ipynb #8d8e5081
 OPS = ("dormouse", "fla", "torch")
 
 def mixing_op(
@@ -128,7 +128,7 @@ def mixing_op(
     from dormouse_fused.gated_delta import chunk_gated_delta_rule
     return chunk_gated_delta_rule
 
-# %% ../nbs/90_train.ipynb #d72f78d7
+# %% ../nbs/90_train.ipynb #eafdbe5b
 class ShortConv(nn.Module):
     "Causal depthwise convolution over time, then SiLU."
 
@@ -141,7 +141,7 @@ class ShortConv(nn.Module):
         padded, weight = F.pad(x, (0, 0, width - 1, 0)), self.weight.to(x.dtype)
         return F.silu(sum(padded[:, j : j + length] * weight[j] for j in range(width)))
 
-# %% ../nbs/90_train.ipynb #b4b0a9f9
+# %% ../nbs/90_train.ipynb #1bc1c418
 class GatedNorm(nn.Module):
     "RMS norm over the head dimension, times SiLU of a gate."
 
@@ -153,7 +153,7 @@ class GatedNorm(nn.Module):
         normed = F.rms_norm(x.float(), (x.shape[-1],), self.weight, 1e-5)
         return normed.to(x.dtype) * F.silu(gate)
 
-# %% ../nbs/90_train.ipynb #c74cfb28
+# %% ../nbs/90_train.ipynb #f1f7c978
 class Mixer(nn.Module):
     "A Gated DeltaNet layer (arXiv 2412.06464) around any op with `chunk_gated_delta_rule`'s signature."
 
@@ -175,7 +175,7 @@ class Mixer(nn.Module):
             use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, A_log=self.A_log, dt_bias=self.dt_bias)
         return self.out(self.norm(o, self.gate(x).view_as(o)).flatten(2))
 
-# %% ../nbs/90_train.ipynb #96727943
+# %% ../nbs/90_train.ipynb #09751e0b
 class Block(nn.Module):
     "Mixer and MLP, each behind a norm and added to the stream."
 
@@ -191,7 +191,7 @@ class Block(nn.Module):
         gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
-# %% ../nbs/90_train.ipynb #16344b6d
+# %% ../nbs/90_train.ipynb #39d55276
 class ByteLM(nn.Module):
     "A causal language model over bytes."
 
@@ -215,7 +215,7 @@ class ByteLM(nn.Module):
         logits = self(window[:, :-1]).float()
         return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
 
-# %% ../nbs/90_train.ipynb #227f0bfc
+# %% ../nbs/90_train.ipynb #ccc6427e
 @dataclass(frozen=True)
 class Config:
     "What a run's losses depend on, besides the text and the op."
@@ -243,19 +243,19 @@ class Config:
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr: expected a positive number, got {self.lr}")
 
-# %% ../nbs/90_train.ipynb #fafd0e10
+# %% ../nbs/90_train.ipynb #e934be37
 def default_config(device: torch.device) -> Config:
     "Sizes for a GPU, or small enough for Triton's interpreter."
     if device.type == "cuda":
         return Config(steps=600, batch=10, length=512, dim=768, heads=12, layers=6, dtype="bf16", lr=1e-3, warmup=60)
     return Config(steps=64, batch=2, length=128, dim=128, heads=2, layers=1, lr=5e-3, warmup=10)
 
-# %% ../nbs/90_train.ipynb #2079b7a1
+# %% ../nbs/90_train.ipynb #07385e3e
 def learning_rate(config: Config, step: int) -> float:
     "Linear warm-up, then the inverse square root; independent of how long the run is."
     return config.lr * min((step + 1) / config.warmup, math.sqrt(config.warmup / (step + 1)))
 
-# %% ../nbs/90_train.ipynb #6eb66934
+# %% ../nbs/90_train.ipynb #d3b72f82
 class Run:
     "One model in training: parameters, optimizer, place in the text, losses."
 
@@ -277,7 +277,7 @@ class Run:
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bf16")
 
-# %% ../nbs/90_train.ipynb #a8a4ebe7
+# %% ../nbs/90_train.ipynb #1aa6835b
 def update(run: Run) -> None:
     "One optimizer step of `run`, without a host read."
     with run.autocast():
@@ -291,7 +291,7 @@ def update(run: Run) -> None:
     run.losses[run.done].copy_(loss.detach())
     run.done += 1
 
-# %% ../nbs/90_train.ipynb #0eae7fd7
+# %% ../nbs/90_train.ipynb #7ae30809
 class HostReads(TorchDispatchMode):
     "Counts, on the CPU, the ops that hand a tensor's value to Python."
     READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default,
@@ -317,9 +317,9 @@ def counted_update(run: Run) -> None:
             update(run)
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    run.syncs += sum("synchronizing" in str(w.message) for w in caught)
+    run.syncs += sum("synchronizing CUDA operation" in str(w.message) for w in caught)
 
-# %% ../nbs/90_train.ipynb #fb4c3ace
+# %% ../nbs/90_train.ipynb #25efd9c5
 def save(path: str | Path, runs: list[Run]) -> None:
     "Write the state of `runs` to `path`, atomically."
     state = {
@@ -336,7 +336,7 @@ def save(path: str | Path, runs: list[Run]) -> None:
         os.fsync(file.fileno())
     os.replace(partial, path)
 
-# %% ../nbs/90_train.ipynb #8bd163ac
+# %% ../nbs/90_train.ipynb #62e1b5e0
 def load(path: str | Path) -> dict:
     "The checkpoint at `path`, on the CPU; a `ValueError` says what is wrong with it."
     if not Path(path).is_file():
@@ -349,7 +349,7 @@ def load(path: str | Path) -> dict:
         raise ValueError(f"resume: {path} was not written by dormouse-train, or by another version of it")
     return state
 
-# %% ../nbs/90_train.ipynb #3bbe6dfb
+# %% ../nbs/90_train.ipynb #0ea9a72d
 def restore(state: dict, runs: list[Run]) -> None:
     "Bring freshly made `runs` to where `state` was saved."
     if state["text"] != runs[0].text.sha256:
@@ -364,7 +364,7 @@ def restore(state: dict, runs: list[Run]) -> None:
     if "cuda_rng" in state and runs[0].device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda_rng"], runs[0].device)
 
-# %% ../nbs/90_train.ipynb #2e6c55dd
+# %% ../nbs/90_train.ipynb #96e983a5
 class Stop:
     "Turns SIGINT and SIGTERM into a flag while the block runs."
     signal = 0
@@ -383,7 +383,7 @@ class Stop:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-# %% ../nbs/90_train.ipynb #8de269a9
+# %% ../nbs/90_train.ipynb #5865b195
 def block(run: Run, last: int, stop: Stop) -> None:
     "Steps up to number `last`, or until stopped; then one host read."
     cuda = run.device.type == "cuda"
@@ -410,7 +410,7 @@ def own_bytes(run: Run) -> int:
     states = [x for state in run.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
     return sum(x.numel() * x.element_size() for x in [*run.model.parameters(), *states])
 
-# %% ../nbs/90_train.ipynb #f09a9f55
+# %% ../nbs/90_train.ipynb #018ed5ef
 class Bar:
     "Progress on stderr: a bar in a terminal, a line per tenth elsewhere."
 
@@ -435,7 +435,7 @@ class Bar:
         if self.show and self.live:
             print(file=sys.stderr)
 
-# %% ../nbs/90_train.ipynb #bd879cb8
+# %% ../nbs/90_train.ipynb #193d1e51
 def fit(
     runs: list[Run],                      # the models; they take turns, a block each
     every: int = 10,                      # steps between two host reads
@@ -460,7 +460,7 @@ def fit(
             save(checkpoint, runs)
     return stop.signal
 
-# %% ../nbs/90_train.ipynb #c077608f
+# %% ../nbs/90_train.ipynb #55aeec0c
 @torch.no_grad()
 def bits_per_byte(run: Run, batches: int = 8) -> float:
     "Mean loss in bits over up to `batches` batches from the start of the validation bytes."
@@ -475,7 +475,7 @@ def bits_per_byte(run: Run, batches: int = 8) -> float:
             total += run.model.loss(part) * len(part)
     return float(total) / rows / math.log(2)
 
-# %% ../nbs/90_train.ipynb #a01d0395
+# %% ../nbs/90_train.ipynb #1d4696c6
 def summary(runs: list[Run], batches: int = 8) -> list[tuple]:
     "Rows of the closing table: a name, then a value per run."
     rows = {}
@@ -500,7 +500,7 @@ def print_table(rows: list[tuple]) -> None:
     for name, *values in rows:
         print("  ".join([name.ljust(widths[0]), *(value.rjust(width) for value, width in zip(values, widths[1:]))]))
 
-# %% ../nbs/90_train.ipynb #86b4791d
+# %% ../nbs/90_train.ipynb #74d11349
 def draw_losses(path: str | Path, runs: list[Run]) -> None:
     "Write the loss curves of `runs` to an SVG file; the same losses give the same file."
     import matplotlib
@@ -517,7 +517,7 @@ def draw_losses(path: str | Path, runs: list[Run]) -> None:
         axes.legend(frameon=False)
         figure.savefig(path, metadata={"Date": None})
 
-# %% ../nbs/90_train.ipynb #a556a29e
+# %% ../nbs/90_train.ipynb #e5210fe5
 TUNABLE = {"steps": int, "batch": int, "length": int, "dim": int, "heads": int, "layers": int,
            "lr": float, "warmup": int, "seed": int}
 
@@ -543,7 +543,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--figure", type=Path, default=Path("figures", "train_loss.svg"), help="default: %(default)s")
     return parser
 
-# %% ../nbs/90_train.ipynb #824c6a5c
+# %% ../nbs/90_train.ipynb #9f68e779
 def pick_device(name: str | None) -> torch.device:
     "The device called `name`, or a `ValueError`."
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -579,7 +579,7 @@ def writable(path: Path, name: str) -> Path:
         raise ValueError(f"{name}: can't write to {path}")
     return path
 
-# %% ../nbs/90_train.ipynb #3d300e96
+# %% ../nbs/90_train.ipynb #9c1e6421
 def resumed(args, given: dict, state: dict) -> tuple[Config, list[str]]:
     "Configuration and ops of a checkpoint, with more steps if `given`; a `ValueError` if an option contradicts it."
     config, ops = Config(**state["config"]), list(state["runs"])
@@ -614,7 +614,7 @@ def set_up(args) -> list[Run]:
         args.checkpoint.replace(f"{args.checkpoint}.previous")
     return runs
 
-# %% ../nbs/90_train.ipynb #cb5b9777
+# %% ../nbs/90_train.ipynb #4f975744
 def describe(runs: list[Run]) -> str:
     "What is about to happen, in two or three lines."
     c, text, device = runs[0].config, runs[0].text, runs[0].device
@@ -629,7 +629,7 @@ def describe(runs: list[Run]) -> str:
         lines.append("No GPU in use: the kernels run in Triton's interpreter, exact and slow. Its times say nothing about them.")
     return "\n".join(lines)
 
-# %% ../nbs/90_train.ipynb #415a4b9c
+# %% ../nbs/90_train.ipynb #8bdf5be5
 def main(
     argv: list[str] | None = None,  # default: the command line
 ) -> int:                           # exit status: 0, 1 for a diverged loss, 2 for bad options, 128 + signal

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,24 @@ def test_one_step_costs_no_host_read(text):
     with train.HostReads() as reads:
         bool(run.losses[0] > 0)
     assert reads.count == 1
+
+
+def test_only_warnings_of_waiting_count_as_host_syncs(text, monkeypatch):
+    "Turning PyTorch's watch on warns, too: that it does not see every synchronizing operation."
+    run = train.Run("torch", TINY, text, CPU)
+    mode = []
+
+    def watch(level):
+        mode.append(level)
+        if level == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations")
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", watch)
+    monkeypatch.setattr(train, "update", lambda run: warnings.warn("called a synchronizing CUDA operation"))
+    run.device = torch.device("cuda")
+    train.counted_update(run)
+    assert run.syncs == 1 and mode == ["warn", 0]
 
 
 def test_step_runs_on_fake_tensors(text, monkeypatch):
