@@ -281,17 +281,27 @@ def l2norm(
     if x.shape[-1] > max(L2NORM_TILES): raise ValueError(f"x: expected D <= {max(L2NORM_TILES)}, got {list(x.shape)}")
     return _l2norm_op(x, eps)
 
-# %% ../nbs/03_triton.ipynb #f94aea20
+# %% ../nbs/03_triton.ipynb #cab22cfd
 def launcher(
-    kernel, # a `triton.jit` function: run-time arguments first, integers among them in `do_not_specialize`
+    kernel, # a `triton.jit` function: run-time arguments first, whole numbers among them in `do_not_specialize`
     same_kind:bool=False, # every launch has the first one's dtypes, pointers at multiples of 16, 32-bit integers: nobody looks
     **fixed, # its compile-time arguments, and options such as `num_warps`
 ): # launch(programs, *args), with the kernel's run-time arguments in order
     "A kernel with its compile-time arguments fixed, to be launched often."
     constants = tuple(fixed.pop(n) for n in kernel.arg_names if n in fixed)
+    reals = []
+    def real(args):
+        "An `int` where the kernel takes a real number, as a `float`: Triton would compile its kind in, and a 1 as a constant."
+        if not compiled:
+            names = zip(kernel.arg_names, args)
+            reals[:] = [n for n, (name, a) in enumerate(names) if type(a) in (int, float) and name not in kernel.do_not_specialize]
+        for n in reals:
+            if type(args[n]) is int: args = *args[:n], float(args[n]), *args[n + 1:]
+        return args
     compiled, compiling = {}, []
     def launch(programs, *args):
         if INTERPRET: return kernel[(programs,)](*args, *constants, **fixed)
+        args = real(args)
         device = torch.cuda.current_device()
         values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
         if run := compiled.get(key := device if same_kind else (device, *_kinds(args, values))):
@@ -306,7 +316,7 @@ def launcher(
         if INTERPRET or compiled or compiling: return
         device = torch.cuda.current_device()
         def work():
-            with suppress(Exception), torch.cuda.device(device): kernel.warmup(*args, *constants, grid=(1,), **fixed)
+            with suppress(Exception), torch.cuda.device(device): kernel.warmup(*real(args), *constants, grid=(1,), **fixed)
         thread = Thread(target=work)
         thread.start()
         compiling.append(thread)

@@ -140,6 +140,12 @@ def test_gates_have_their_own_dtype(dtype):
     check(x, tolerance=1e-2, **ALL)
 
 
+def test_scale_may_be_an_int():
+    "One kernel serves them all; a compiler that takes 1 for a constant must not freeze it there."
+    for scale in (1, 0.5, 2):
+        check(make(T=70, K=64, V=64), scale=scale)
+
+
 def test_state_v_first():
     x = make(T=20, V=24)
     do, dS = upstream(x)

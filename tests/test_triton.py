@@ -341,3 +341,35 @@ def test_every_kernel_compiles_for_every_target(module):
     for case, usage in zip(spread, dt.aot_all(spread)):
         assert usage.shared <= dt.SHARED_BYTES[usage.arch], (case, usage)
         assert usage.arch.startswith("gfx") or usage.spill <= case.spill, (case, usage)
+
+
+def test_launcher_takes_an_int_where_a_real_number_is_meant(monkeypatch):
+    "Triton compiles an int's kind into the kernel, and the value 1 itself; the next call's scale would be ignored."
+    heard = []
+
+    class Compiled:
+        function = packed_metadata = None
+
+        def run(self, *args):
+            heard.append(args[9:])
+
+    class Kernel:
+        arg_names, do_not_specialize = ["x", "scale", "T", "C"], ["T"]
+
+        def __getitem__(self, grid):
+            def first(*args):
+                heard.append(args)
+                return Compiled()
+
+            return first
+
+    monkeypatch.setattr(dt, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    x = torch.zeros(4)
+    for same_kind in (True, False):
+        heard.clear()
+        launch = dt.launcher(Kernel(), same_kind, C=64)
+        for scale in (1, 0.5, 2):
+            launch(1, x, scale, 7)
+        assert [(a[1], type(a[1]), a[2], type(a[2])) for a in heard] == [(float(s), float, 7, int) for s in (1, 0.5, 2)]
