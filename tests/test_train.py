@@ -99,11 +99,12 @@ def test_only_warnings_of_waiting_count_as_host_syncs(text, monkeypatch):
     def watch(level):
         mode.append(level)
         if level == "warn":
-            warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations")
+            prototype = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+            warnings.warn(prototype, stacklevel=2)
 
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", watch)
-    monkeypatch.setattr(train, "update", lambda run: warnings.warn("called a synchronizing CUDA operation"))
+    monkeypatch.setattr(train, "update", lambda run: warnings.warn("called a synchronizing CUDA operation", stacklevel=2))
     run.device = torch.device("cuda")
     train.counted_update(run)
     assert run.syncs == 1 and mode == ["warn", 0]
