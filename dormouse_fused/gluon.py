@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['C', 'barrier', 'tile_layout', 'product_layout', 'tile_index', 'token_rows', 'again', 'unit_rows', 'cut', 'parts',
-           'put_parts', 'put', 'take', 'operand_of', 'operand', 'mma_registers', 'mma', 'mma_wait', 'barriers',
-           'announce', 'signal', 'launch_dependents', 'await_last_kernel', 'interpret', 'aot_cases']
+           'nearest', 'times_power', 'put_parts', 'put', 'take', 'operand_of', 'operand', 'mma_registers', 'mma',
+           'mma_wait', 'barriers', 'announce', 'signal', 'launch_dependents', 'await_last_kernel', 'interpret',
+           'aot_cases']
 
 # %% ../nbs/04_gluon.ipynb #548af6b2
 import threading
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from .triton import INTERPRET
 
-# %% ../nbs/04_gluon.ipynb #a817a10b
+# %% ../nbs/04_gluon.ipynb #711fc614
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra import libdevice
 
@@ -81,6 +82,18 @@ def parts(x, dtype: gl.constexpr, PARTS: gl.constexpr):
         a, x = cut(x)
         b, x = cut(x)
         return a, b, x.to(dtype)
+
+# %% ../nbs/04_gluon.ipynb #eca80745
+@gluon.jit
+def nearest(x):
+    """float32 rounded to TF32, ties away from zero."""
+    return ((x.to(gl.int32, bitcast=True) + 0x1000) & -0x2000).to(gl.float32, bitcast=True)
+
+@gluon.jit
+def times_power(x, e):
+    """x 2^e of whole e up to 200 in size, exactly: e goes into the exponent's bits. 0 below 2^-125 |x|."""
+    e_bits = (e + 12582912.0).to(gl.int32, bitcast=True) << 23
+    return gl.where(e < -125.0, 0.0, (x.to(gl.int32, bitcast=True) + e_bits).to(gl.float32, bitcast=True))
 
 # %% ../nbs/04_gluon.ipynb #8966bc6d
 @gluon.jit
@@ -227,7 +240,7 @@ def _in_threads(jobs, warps, registers=None):
     for t in threads: t.join()
     if failed: raise failed[0]
 
-# %% ../nbs/04_gluon.ipynb #aa950be2
+# %% ../nbs/04_gluon.ipynb #5642a95c
 def _product(a, b, acc, use_acc=True, is_async=False):
     a, b = (x.data if isinstance(x, _Shared) else x for x in (a, b))
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16): raise TypeError(f"no product of {a.dtype} and {b.dtype}")
@@ -238,6 +251,8 @@ def _cut(x):
     upper = (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
     return upper.bfloat16(), x - upper
 
+def _nearest(x): return ((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+def _times_power(x, e): return torch.where(e < -125, torch.zeros(()), torch.ldexp(x, e.int()))
 def _nothing(*args, **kwargs): return None
 def _tensors(f): return lambda *args: f(*map(torch.as_tensor, args))
 def _shared(dtype, shape, layout=None):
@@ -271,7 +286,7 @@ def _bind(f, swaps, done):
         else: names[name] = value.value if isinstance(value, gl.constexpr) else value
     return bound
 
-# %% ../nbs/04_gluon.ipynb #1f98c649
+# %% ../nbs/04_gluon.ipynb #35374a3e
 def interpret(
     kernel, # a Gluon kernel
     programs:int, # how many
@@ -287,7 +302,8 @@ def interpret(
         bars.MBarrierLayout = _nothing
         swaps = {gl: _language(program, programs), async_copy: copies, mbarrier: bars, libdevice: SimpleNamespace(exp2=torch.exp2),
                  warpgroup_mma: _product, warpgroup_mma_wait: lambda n, deps: deps[0], fence_async_shared: _nothing, barrier: _nothing,
-                 cut: _cut, tile_layout: _nothing, product_layout: _nothing, again: lambda i: i,
+                 mma_v2: lambda a, b, acc, precision: a @ b + acc, cut: _cut, nearest: _nearest, times_power: _times_power,
+                 tile_layout: _nothing, product_layout: _nothing, again: lambda i: i,
                  launch_dependents: _nothing, await_last_kernel: _nothing}
         _bind(kernel, {id(k): v for k, v in swaps.items()}, {})(*pointers, **constants)
 

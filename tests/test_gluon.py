@@ -9,6 +9,7 @@ from dormouse_fused.gluon import (
     _twice_kernel,
     barriers,
     interpret,
+    nearest,
     put,
     signal,
     take,
@@ -41,6 +42,22 @@ def test_a_part_of_a_16_bit_number_is_itself():
     y = torch.full_like(x, float("nan"))
     interpret(_through_parts, 1, x, y, PARTS=2)
     assert torch.equal(x, y)
+
+
+@gluon.jit
+def _to_tf32(x, y):
+    i, j = tile_index(tile_layout(gl.float32))
+    gl.store(y + (i * 64 + j), nearest(gl.load(x + (i * 64 + j))))
+
+
+def test_nearest_keeps_tf32s_digits_and_rounds():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    x[0, :3] = torch.tensor([1.0 + 2.0**-11, 1.0 + 2.0**-12, -1.0 - 2.0**-10])  # a tie, below a tie, in TF32
+    y = torch.full_like(x, float("nan"))
+    interpret(_to_tf32, 1, x, y)
+    assert not (y.view(torch.int32) & 0x1FFF).any()
+    assert ((y - x).abs() <= 2.0**-11 * x.abs()).all()
+    assert y[0, :3].tolist() == [1.0 + 2.0**-10, 1.0, -1.0 - 2.0**-10]
 
 
 @gluon.jit
