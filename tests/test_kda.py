@@ -13,6 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 ALL = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+SIZES = [16, 64] if DEVICE == "cuda" else [16]  # of keys and values: a Hopper GPU has kernels of its own for 64
 NAMES = "q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"
 
 
@@ -252,9 +253,10 @@ GATES = {
 
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_gates(name, precision):
+@pytest.mark.parametrize("size", SIZES)
+def test_gates(name, precision, size):
     torch.set_float32_matmul_precision(precision)
-    x = make(T=45, H=1)
+    x = make(T=3 * size - 3, H=1, K=size, V=size)
     x["g"] = GATES[name](x["g"])
     # Past what float32 holds, the gradients of what no longer flows are zero.
     skip = ("dg", "dinitial_state") if name in ("beyond float32", "decays of 1e-12") else ()
@@ -263,8 +265,9 @@ def test_gates(name, precision):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["-5", "-20", "closed then open", "a fifth closed"])
-def test_gates_in_16_bits(name, dtype):
-    x = make(T=66, H=1, dtype=dtype)
+@pytest.mark.parametrize("size", SIZES)
+def test_gates_in_16_bits(name, dtype, size):
+    x = make(T=50 + size, H=1, K=size, V=size, dtype=dtype)
     x["g"] = GATES[name](x["g"])
     # What a closed gate lets through to the first state is less than float16's smallest number.
     check(x, skip=("dinitial_state", "dg") if dtype == torch.float16 else ())
@@ -272,9 +275,10 @@ def test_gates_in_16_bits(name, dtype):
 
 # One anchor for the chunk puts factors of 2^-80 beside upstream gradients that may be small themselves.
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-3), (torch.bfloat16, 1e-2)])
-def test_small_gradients(dtype, tolerance):
+@pytest.mark.parametrize("size", SIZES)
+def test_small_gradients(dtype, tolerance, size):
     torch.set_float32_matmul_precision("high")
-    x = make(T=64, H=1, dtype=dtype)
+    x = make(T=64, H=1, K=size, V=size, dtype=dtype)
     x["g"].fill_(-1.7)
     do, dS = (1e-10 * t for t in upstream(x))
     got, want = values(chunk_kda, x, do, dS), oracle(x, do, dS)
@@ -329,9 +333,10 @@ def test_large_float16_keys():
 @pytest.mark.parametrize("dtype,precision", [
     (torch.float32, "highest"), (torch.float32, "high"), (torch.bfloat16, "high"), (torch.float16, "high"),
 ])
-def test_the_future_is_invisible(edit, value, dtype, precision, T=40, at=25):
+@pytest.mark.parametrize("size", SIZES)
+def test_the_future_is_invisible(edit, value, dtype, precision, size, at=25):
     torch.set_float32_matmul_precision(precision)
-    x = make(T=T, H=1, dtype=dtype)
+    x = make(T=40, H=1, K=size, V=size, dtype=dtype)
     y = x | {edit: x[edit].clone()}
     y[edit][:, at:] = value
     with torch.no_grad():
