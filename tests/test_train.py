@@ -15,6 +15,8 @@ from dormouse_fused import train
 
 CPU = torch.device("cpu")
 TINY = train.Config(steps=8, batch=2, length=32, dim=32, heads=2, layers=1, lr=1e-2, warmup=3)
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled for it")
+MIXERS = ["gdn", "kda", "gdn2"]
 SIZES = "--device cpu --batch 2 --length 32 --dim 32 --heads 2 --layers 1 --op torch --compare none --every 2".split()
 
 
@@ -68,9 +70,10 @@ def test_text_skips_tests_and_packages_and_splits_by_name(tmp_path):
     assert again.sha256 != text.sha256 and set(bytes(text.val.tolist()).split(b"\0")) <= set(bytes(again.val.tolist()).split(b"\0"))
 
 
-def test_causal_in_every_position(text):
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_causal_in_every_position(text, mixer):
     torch.manual_seed(0)
-    model = train.ByteLM(32, 2, 2, train.plain_gated_delta_rule)
+    model = train.ByteLM(32, 2, 2, train.mixing_op("torch", CPU, mixer), mixer)
     tokens = train.Windows(text.train, 20, 1, 0)(0)
     with torch.no_grad():
         full = model(tokens)
@@ -80,8 +83,9 @@ def test_causal_in_every_position(text):
             assert torch.equal(model(edited)[:, :t], full[:, :t])
 
 
-def test_one_step_costs_no_host_read(text):
-    run = train.Run("torch", TINY, text, CPU)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_one_step_costs_no_host_read(text, mixer):
+    run = train.Run("torch", replace(TINY, mixer=mixer), text, CPU)
     train.update(run)
     with train.HostReads() as reads:
         train.update(run)
@@ -110,12 +114,14 @@ def test_only_warnings_of_waiting_count_as_host_syncs(text, monkeypatch):
     assert run.syncs == 1 and mode == ["warn", 0]
 
 
-def test_step_runs_on_fake_tensors(text, monkeypatch):
+@pytest.mark.parametrize("op", ["torch", pytest.param("dormouse", marks=INTERPRETED)])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_step_runs_on_fake_tensors(text, monkeypatch, op, mixer):
     "A read of a value, or a shape that depends on one, raises on fake tensors."
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)  # fake parameters can't be moved
     with FakeTensorMode():
         fake = replace(text, train=torch.empty(1700, dtype=torch.uint8))
-        run = train.Run("torch", TINY, fake, CPU)
+        run = train.Run(op, replace(TINY, mixer=mixer), fake, CPU)
         for _ in range(3):
             train.update(run)
         with pytest.raises(DataDependentOutputException):
@@ -123,36 +129,129 @@ def test_step_runs_on_fake_tensors(text, monkeypatch):
     assert run.done == 3
 
 
-def test_peers_start_equal_and_train_alike(text):
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_peers_start_equal_and_train_alike(text, mixer):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    runs = [train.Run(op, replace(TINY, steps=3), text.to(device), device) for op in ("dormouse", "torch")]
+    config = replace(TINY, steps=3, dim=16, mixer=mixer)
+    runs = [train.Run(op, config, text.to(device), device) for op in ("dormouse", "torch")]
     for ours, plain in zip(runs[0].model.parameters(), runs[1].model.parameters()):
         assert torch.equal(ours, plain)
     assert train.fit(runs, every=2) == 0
     assert (runs[0].losses - runs[1].losses).abs().max() < 1e-4
+    assert all(run.losses[-1] < run.losses[0] for run in runs)
     assert all(run.syncs == 0 and len(run.step_ms) == 2 for run in runs)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_runs_repeat_bitwise(text, dtype):
-    runs = [train.Run("torch", replace(TINY, dtype=dtype), text, CPU) for _ in range(2)]
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_runs_repeat_bitwise(text, mixer, dtype):
+    runs = [train.Run("torch", replace(TINY, dtype=dtype, mixer=mixer), text, CPU) for _ in range(2)]
     train.fit(runs, every=5)
     assert torch.equal(runs[0].losses, runs[1].losses)
     assert runs[0].losses[-1] < runs[0].losses[0]
 
 
-def test_resume_is_bitwise_and_a_longer_run_starts_as_a_shorter(place):
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_resume_is_bitwise_and_a_longer_run_starts_as_a_shorter(place, capsys, mixer):
     common, folder = place
+    sizes = [*SIZES, "--mixer", mixer]
     def run(*options):
         return train.main([*common, *options])
-    assert run("--checkpoint", f"{folder}/a.pt", "--steps", "9", *SIZES) == 0
-    assert run("--checkpoint", f"{folder}/b.pt", "--steps", "5", *SIZES) == 0
+    assert run("--checkpoint", f"{folder}/a.pt", "--steps", "9", *sizes) == 0
+    assert run("--checkpoint", f"{folder}/b.pt", "--steps", "5", *sizes) == 0
+    capsys.readouterr()
     assert run("--checkpoint", f"{folder}/b.pt", "--steps", "9", "--resume") == 0
+    printed = capsys.readouterr().out
+    assert f"mixer {mixer}, ops: torch" in printed and f"\nmixer {mixer} " in printed
     a, b = train.load(f"{folder}/a.pt"), train.load(f"{folder}/b.pt")
+    assert a["config"]["mixer"] == b["config"]["mixer"] == mixer
     assert torch.equal(a["runs"]["torch"]["losses"], b["runs"]["torch"]["losses"])
     for name, value in a["runs"]["torch"]["model"].items():
         assert torch.equal(value, b["runs"]["torch"]["model"][name])
     assert (folder / "loss.svg").read_text().startswith("<?xml")
+
+
+def test_a_checkpoint_without_a_mixer_goes_on_as_gated_deltanet(place, capsys):
+    "As written before there was a choice."
+    common, folder = place
+    for name, steps in (("straight", "9"), ("old", "5")):
+        assert train.main([*common, "--checkpoint", f"{folder}/{name}.pt", "--steps", steps, *SIZES]) == 0
+    state = train.load(f"{folder}/old.pt")
+    assert state["config"].pop("mixer") == "gdn"
+    torch.save(state, f"{folder}/old.pt")
+    resume = [*common, "--checkpoint", f"{folder}/old.pt", "--steps", "9", "--resume"]
+    with pytest.raises(SystemExit):
+        train.main([*resume, "--mixer", "gdn2"])
+    assert "mixer: the checkpoint was made with gdn, got gdn2" in capsys.readouterr().err
+    assert train.main(resume) == 0
+    assert torch.equal(saved_losses(f"{folder}/straight.pt"), saved_losses(f"{folder}/old.pt"))
+
+
+def test_parameters_of_the_mixers(text):
+    "Gated DeltaNet's are those of the checkpoints from before there was a choice, made in the same order."
+    names = {mixer: {name.removeprefix("blocks.0.mixer."): tuple(p.shape) for name, p in
+                     train.Run("torch", replace(TINY, mixer=mixer), text, CPU).model.named_parameters() if ".mixer." in name}
+             for mixer in MIXERS}
+    shared = {"qkv.weight": (96, 32), "conv.weight": (4, 96), "gate.weight": (32, 32), "norm.weight": (16,), "out.weight": (32, 32)}
+    low_rank = {"A_log": (2,), "dt_bias": (32,), "decay.0.weight": (16, 32), "decay.1.weight": (32, 16)}
+    assert names["gdn"] == shared | {"A_log": (2,), "dt_bias": (2,), "decay.weight": (2, 32), "strength.weight": (2, 32)}
+    assert names["kda"] == shared | low_rank | {"strength.weight": (2, 32)}
+    assert names["gdn2"] == shared | low_rank | {"erase.weight": (32, 32), "write.weight": (32, 32)}
+    torch.manual_seed(7)
+    drawn = [torch.nn.Linear(32, 96, bias=False).weight, torch.empty(4, 96).uniform_(-1, 1) / 2]
+    drawn += [torch.nn.Linear(32, n, bias=False).weight for n in (2, 2, 32, 32)]
+    drawn += [torch.empty(2).uniform_(1, 16).log()]
+    torch.manual_seed(7)
+    mixer = train.Mixer(32, 2, None)
+    made = [mixer.qkv.weight, mixer.conv.weight, mixer.decay.weight, mixer.strength.weight, mixer.gate.weight, mixer.out.weight]
+    assert all(map(torch.equal, drawn, [*made, mixer.A_log]))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_gates_of_the_mixers(mixer):
+    "What the op is given: raw decays, and rates that are raw for a sigmoid in the kernel or between 0 and 1."
+    given = {}
+    def op(**inputs):
+        given.update(inputs)
+        return inputs["v"], None
+    layer = train.MIXERS[mixer](32, 2, op)
+    layer(torch.randn(3, 5, 32))
+    per_channel = (3, 5, 2, 16)
+    assert given["g"].shape == ((3, 5, 2) if mixer == "gdn" else per_channel)
+    assert given["dt_bias"].shape == ((2,) if mixer == "gdn" else (32,)) and given["A_log"].shape == (2,)
+    assert given["use_gate_in_kernel"] and given["use_qk_l2norm_in_kernel"]
+    if mixer == "gdn2":
+        assert given["b"].shape == given["w"].shape == per_channel and "beta" not in given
+        assert all(0 < x.min() and x.max() < 1 for x in (given["b"], given["w"]))
+    else:
+        assert given["beta"].shape == (3, 5, 2) and given["use_beta_sigmoid_in_kernel"]
+
+
+def test_ops_of_the_mixers(monkeypatch):
+    rules = {"gdn": "gated_delta_rule", "kda": "kda", "gdn2": "gdn2"}
+    for mixer, rule in rules.items():
+        ours, plain, fla = (train.mixing_op(op, torch.device("cuda"), mixer) for op in ("dormouse", "torch", "fla"))
+        assert ours.__module__.startswith("dormouse_fused.") and ours.__name__ == f"chunk_{rule}"
+        assert plain.__module__ == ours.__module__ and plain.__name__ == f"naive_chunk_{rule}"
+        assert fla.__module__.startswith(f"fla.ops.{rule}.") and fla.__name__ == f"chunk_{rule}"
+    with pytest.raises(ValueError, match="mixer: expected one of gdn, kda, gdn2, got 'mamba'"):
+        train.mixing_op("torch", CPU, "mamba")
+    with pytest.raises(ValueError, match="mixer: expected one of gdn, kda, gdn2, got 'mamba'"):
+        replace(TINY, mixer="mamba")
+    monkeypatch.setitem(sys.modules, "fla.ops.gdn2", None)
+    with pytest.raises(ValueError, match="op: .*fla.ops.gdn2.* .pip install"):
+        train.mixing_op("fla", torch.device("cuda"), "gdn2")
+
+
+@INTERPRETED
+def test_plain_pytorch_may_come_first(place):
+    "On a CPU the interpreter is chosen before anything imports Triton."
+    common, folder = place
+    code = "import sys; from dormouse_fused.train import main; sys.exit(main(sys.argv[1:]))"
+    options = "--device cpu --op torch --compare dormouse --steps 1 --batch 1 --length 16 --dim 8 --heads 1 --layers 1".split()
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code, *common, "--checkpoint", f"{folder}/c.pt", *options]
+    subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -182,10 +281,10 @@ def test_interrupted_run_leaves_a_checkpoint_that_continues(place, number):
 
 def test_two_models_stopped_in_the_middle_of_a_block_both_continue(text, tmp_path, monkeypatch):
     config, path = replace(TINY, steps=7), tmp_path / "c.pt"
-    ops = {"torch": train.plain_gated_delta_rule, "fla": train.plain_gated_delta_rule}
-    monkeypatch.setattr(train, "mixing_op", lambda name, device: ops[name])
+    op = train.mixing_op("torch", CPU, "gdn")
+    monkeypatch.setattr(train, "mixing_op", lambda name, device, mixer: op)
     def fresh():
-        return [train.Run(op, config, text, CPU) for op in ops]
+        return [train.Run(name, config, text, CPU) for name in ("torch", "fla")]
     straight, cut, update = fresh(), fresh(), train.update
     train.fit(straight, every=3)
     def interrupting(run):
@@ -252,6 +351,8 @@ def test_without_matplotlib_the_run_still_ends_well(place, capsys, monkeypatch):
     ("--device cpu --op fla", "need a GPU"),
     ("--op torch --compare torch", "expected another op"),
     ("--op nothing", "invalid choice"),
+    ("--mixer nothing", "invalid choice"),
+    ("--mixer gdn2 --device cpu --op fla", "need a GPU"),
     ("--dtype fp8", "invalid choice"),
     ("--steps many", "invalid int value"),
     ("--text /nowhere/at/all", "too few Python files"),
@@ -271,6 +372,7 @@ def test_bad_options_get_one_clear_line(place, capsys, options, message):
     ("--dim 64", "dim: the checkpoint was made with 32, got 64"),
     ("--seed 3", "seed: the checkpoint was made with 0"),
     ("--dtype bf16", "dtype: the checkpoint was made with fp32"),
+    ("--mixer kda", "mixer: the checkpoint was made with gdn, got kda"),
     ("--op dormouse", "the checkpoint holds torch"),
     ("--compare dormouse", "the checkpoint holds torch"),
     ("", "step 4 is reached"),
