@@ -104,7 +104,7 @@ def plain_gated_delta_rule(q, k, v, g, beta, **options):
     with torch.autocast(q.device.type, enabled=False):
         return naive_chunk_gated_delta_rule(q, k, v, g, beta, **options)
 
-# %% ../nbs/90_train.ipynb #8d8e5081
+# %% ../nbs/90_train.ipynb #25e0a85a
 OPS = ("dormouse", "fla", "torch")
 
 def mixing_op(
@@ -112,6 +112,8 @@ def mixing_op(
     device: torch.device,  # where the model will live
 ):
     "The op called `name`, or a `ValueError` that says why it can't run here."
+    if device.type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks when it is imported, which "torch" does as well
     if name == "torch":
         return plain_gated_delta_rule
     if name == "fla":
@@ -123,8 +125,6 @@ def mixing_op(
         return chunk_gated_delta_rule
     if name != "dormouse":
         raise ValueError(f"op: expected one of {', '.join(OPS)}, got {name!r}")
-    if device.type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     from dormouse_fused.gated_delta import chunk_gated_delta_rule
     return chunk_gated_delta_rule
 

@@ -155,6 +155,16 @@ def test_resume_is_bitwise_and_a_longer_run_starts_as_a_shorter(place):
     assert (folder / "loss.svg").read_text().startswith("<?xml")
 
 
+def test_plain_pytorch_may_come_first(place):
+    "On a CPU the interpreter is chosen before anything imports Triton."
+    common, folder = place
+    code = "import sys; from dormouse_fused.train import main; sys.exit(main(sys.argv[1:]))"
+    options = "--device cpu --op torch --compare dormouse --steps 1 --batch 1 --length 16 --dim 8 --heads 1 --layers 1".split()
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code, *common, "--checkpoint", f"{folder}/c.pt", *options]
+    subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_a_checkpoint_that_continues(place, number):
     common, folder = place
