@@ -110,7 +110,7 @@ def without_autocast(rule):
             return rule(q, **inputs)
     return op
 
-# %% ../nbs/90_train.ipynb #14fa609f
+# %% ../nbs/90_train.ipynb #e675a170
 OPS = ("dormouse", "fla", "torch")
 
 def mixing_op(
@@ -122,6 +122,8 @@ def mixing_op(
     for what, value, known in (("op", name, OPS), ("mixer", mixer, RULES)):
         if value not in known:
             raise ValueError(f"{what}: expected one of {', '.join(known)}, got {value!r}")
+    if device.type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks when it is imported, which "torch" does as well
     module, rule = RULES[mixer]
     if name == "fla":
         if device.type != "cuda":
@@ -130,8 +132,6 @@ def mixing_op(
             return getattr(importlib.import_module(f"fla.ops.{rule}"), f"chunk_{rule}")
         except ImportError as error:
             raise ValueError(f"op: {error} (pip install -U flash-linear-attention)") from None
-    if name == "dormouse" and device.type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     ours = importlib.import_module(f"dormouse_fused.{module}")
     return getattr(ours, f"chunk_{rule}") if name == "dormouse" else without_autocast(getattr(ours, f"naive_chunk_{rule}"))
 
