@@ -263,19 +263,17 @@ def _first_level(total, dt: tl.constexpr, LEVELS: tl.constexpr, PREC: tl.constex
         fast = tl.min(total, 0) >= -160.0
         return tl.where(fast, LEVELS - 1, 0), fast
 
-# %% ../nbs/11_kda.ipynb #f3778088
+# %% ../nbs/11_kda.ipynb #6357d11c
 @triton.jit
 def _factors(G, total, i, j, s, fast, C: tl.constexpr, BK: tl.constexpr):
     """Decays from the anchor to rows behind it and from rows before it to the anchor, [C, BK], and their pairs [C, C]: (8)."""
     n, hi, lo = _split(G)
-    if fast:
-        a = tl.broadcast_to(tl.floor(0.5 * total)[None, :].to(tl.int32), [C, BK])
-        up, down, m = hi * _pow2(n - a), lo * _pow2(a - n), i > j
-    else:
-        at = ((i >> (s + 1)) << (s + 1)) + (1 << s) - 1
-        a = dot(tl.where(j == at, 1.0, 0.0), n.to(tl.float32), "tf32").to(tl.int32)
-        right = (i >> s) % 2 == 1
-        up, down, m = tl.where(right, hi * _pow2(n - a), 0.0), tl.where(right, 0.0, lo * _pow2(a - n)), _pairs(i, j, s)
+    at = ((i >> (s + 1)) << (s + 1)) + (1 << s) - 1
+    a = dot(tl.where(j == at, 1.0, 0.0), n.to(tl.float32), "tf32").to(tl.int32)
+    a = tl.where(fast, tl.floor(0.5 * total)[None, :].to(tl.int32), a)
+    up = tl.where(tl.where(fast, 1, (i >> s) % 2) == 1, hi * _pow2(n - a), 0.0)
+    down = tl.where(tl.where(fast, 0, (i >> s) % 2) == 0, lo * _pow2(a - n), 0.0)
+    m = tl.where(fast, i > j, _pairs(i, j, s))
     return up, down, m
 
 # %% ../nbs/11_kda.ipynb #9a1209de
@@ -408,7 +406,7 @@ def _kda_scan_fwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, M, vec, h0, o, h, 
     if SAVE_HT:
         tl.store(ht + i_bh * K * V + o_s, S, mask=m_s)
 
-# %% ../nbs/11_kda.ipynb #714fafc5
+# %% ../nbs/11_kda.ipynb #745cb682
 _EPS = 1e-6
 
 @cache
@@ -416,13 +414,13 @@ def _config(K, V, dtype):
     "Chunk length and the tiles of each kernel, chosen offline: no autotuning at run time."
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
     wide = dtype is torch.float32
-    C = (32 if wide else 64) if BK <= 64 else (16 if wide else 32) if BK <= 128 else 16
+    C = 32 if BK <= (64 if wide else 128) else 16
     BV = min(BV, C if BK <= 128 else 16)
     scan = dict(BV=BV, num_warps=4, STAGES=2)
     return dict(C=C, BK=BK, chunk_fwd=dict(BK=min(BK, 64), num_warps=4), scan_fwd=scan, scan_bwd=scan,
                 chunk_bwd=dict(BV=BV, num_warps=4, num_stages=1))
 
-# %% ../nbs/11_kda.ipynb #e438191e
+# %% ../nbs/11_kda.ipynb #2335a005
 def _how(w, A_log, dt_bias, lower, l2norm, gate, sigmoid, neg):
     "The switches that all kernels share, and those of the rate's sigmoid."
     switches = dict(PER_CHANNEL=w is not None, USE_L2=l2norm, USE_GATE=gate, BOUNDED=lower is not None, HAS_A=A_log is not None,
@@ -435,7 +433,7 @@ def _on_hopper(K, V, dtype, prec, device): return hopper is not None and hopper.
 def _fwd_kernels(K, V, kinds, prec, fast, switches, rate, v_first, h0, save, ht):
     if fast:
         how = kinds, hopper.parts_of(kinds[0], prec), *dict(switches).values()
-        return hopper.chunk_fwd(*how, *dict(rate).values()), hopper.fwd_scan(*how, v_first, h0, save, ht), 1
+        return hopper.chunk_fwd(*how, *dict(rate).values()), hopper.fwd_scan(*how[:4], v_first, h0, save, ht), 1
     c = _config(K, V, kinds[0])
     tile = dict(K=K, C=c["C"], PREC=prec, **dict(switches))
     chunk = launcher(_kda_chunk_fwd_kernel, True, **tile, **dict(rate), EPS=_EPS, LEVELS=c["C"].bit_length() - 1, PARTS=1, **c["chunk_fwd"])
@@ -443,21 +441,22 @@ def _fwd_kernels(K, V, kinds, prec, fast, switches, rate, v_first, h0, save, ht)
                     **c["scan_fwd"])
     return chunk, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
 
-# %% ../nbs/11_kda.ipynb #aa6e4986
+# %% ../nbs/11_kda.ipynb #391ca224
 @lru_cache(4096)
 def _saved(B, T, H, K, V, dtype, prec, fast):
-    "Tokens in a chunk, how many chunks, and shapes and dtypes of A and M, their rows of float32 and the states."
+    "Tokens in a chunk, how many chunks, and shapes and dtypes of A and M, their rows of float32, G and the states."
     if fast:
         NT, parts = -(-T // 64), hopper.parts_of(dtype, prec)
         dtype = torch.bfloat16 if parts > 1 else dtype
         tile = (B, H, NT, parts, 3072), dtype
-        return 64, NT, tile, tile, ((B, H, NT, 4, 64), torch.float32), ((B, H, max(NT - 1, 0), parts, V, K), dtype)
+        rows, states = ((B, H, NT, 4, 64), torch.float32), ((B, H, max(NT - 1, 0), parts, V, K), dtype)
+        return 64, NT, tile, tile, rows, ((B, T, H, K), torch.float32), states
     C = _config(int(K), int(V), dtype)["C"]
     NT = -(-T // C)
     tile = (B, H, NT, 3 * C * C // 4), dtype
-    return C, NT, tile, tile, ((B, H, NT, 3, C), torch.float32), ((B, H, max(NT - 1, 0), V, K), dtype)
+    return C, NT, tile, tile, ((B, H, NT, 3, C), torch.float32), ((0,), torch.float32), ((B, H, max(NT - 1, 0), V, K), dtype)
 
-# %% ../nbs/11_kda.ipynb #b50651be
+# %% ../nbs/11_kda.ipynb #e170d101
 def _fwd(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     q, k, v, g, b, w, A_log, dt_bias, h0 = map(_dense, (q, k, v, g, b, w, A_log, dt_bias, h0))
     (B, T, H, K), V = q.shape, v.shape[-1]
@@ -469,14 +468,16 @@ def _fwd(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_state,
                                        save, output_final_state)
     o, low = torch.empty_like(v), lower or 0.0
     ht = q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=torch.float32)
-    A, M, vec, h = (q.new_empty(shape if save or n < 3 else (0,), dtype=dtype) for n, (shape, dtype) in enumerate(saved))
+    A, M, vec, G, h = (q.new_empty(shape if save or n < 4 else (0,), dtype=dtype) for n, (shape, dtype) in enumerate(saved))
     if T == 0 and output_final_state: ht.copy_(h0) if h0 is not None else ht.zero_()
     if o.numel():
-        if scan.prepare(q, k, v, g, b, w, A_log, dt_bias, A, M, vec, h0, o, h, ht, scale, low, T, H, NT) and save:
-            _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, h, scale, lower, T, NT, l2norm, gate, sigmoid, neg, v_first)
-        chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, M, vec, scale, low, T, H, NT)
-        scan(B * H * blocks, q, k, v, g, b, w, A_log, dt_bias, A, M, vec, h0, o, h, ht, scale, low, T, H, NT)
-    return o, ht, *((A, M, vec) if save else (x.new_empty(0) for x in (A, M, vec))), h
+        x = (q, k, v, G, b, w) if fast else (q, k, v, g, b, w, A_log, dt_bias)
+        x += A, M, vec, h0, o, h, ht, scale, *(() if fast else (low,)), T, H, NT
+        if scan.prepare(*x) and save:
+            _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, T, NT, l2norm, gate, sigmoid, neg, v_first)
+        chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, M, *((G,) if fast else ()), vec, scale, low, T, H, NT)
+        scan(B * H * blocks, *x)
+    return o, ht, *((A, M, vec, G) if save else (x.new_empty(0) for x in (A, M, vec, G))), h
 
 # %% ../nbs/11_kda.ipynb #6cd189b6
 @triton.jit(do_not_specialize=["T", "H", "NT"])
@@ -570,7 +571,7 @@ def _over_values(v, w, do, A, h0, h, dht, ds, ds2, dv, dw, ge, beta, i_b, i_h, i
         last += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
     return dL, dM, dm, dbeta, dqs, des, dks, last
 
-# %% ../nbs/11_kda.ipynb #1e0695f3
+# %% ../nbs/11_kda.ipynb #5c1cf4e7
 @triton.jit
 def _put_decays(dx, g, A_log, dt_bias, dg, dgate, lower, i_b, i_h, i_c, t0, i, o_k, T, H, NT, K: tl.constexpr, BK: tl.constexpr,
                 USE_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr):
@@ -580,8 +581,7 @@ def _put_decays(dx, g, A_log, dt_bias, dg, dgate, lower, i_b, i_h, i_c, t0, i, o
         m = (t0 + i < T) & (o_k < K)
         rate = _rate(A_log, i_h, HAS_A)
         if BOUNDED:
-            s = tl.sigmoid(rate * raw)
-            dx = tl.where(m, dx * (lower * s * (1.0 - s) * rate), 0.0)
+            dx = tl.where(m, dx * (lower * tl.sigmoid(rate * raw) * tl.sigmoid(-rate * raw) * rate), 0.0)
             da = tl.sum(dx * raw, 0)
         else:
             da = tl.sum(tl.where(m, dx * (-rate * _softplus(raw)), 0.0), 0)
@@ -655,12 +655,12 @@ def _kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, vec, h0, h, do, d
     _put_rows(dk, i_b, i_h, t0, i, o_k, T, H, K, dks)
     _put_decays(dx, g, A_log, dt_bias, dg, dgate, lower, i_b, i_h, i_c, t0, i, o_k, T, H, NT, K, BK, USE_GATE, BOUNDED, HAS_A, HAS_BIAS)
 
-# %% ../nbs/11_kda.ipynb #a6712620
+# %% ../nbs/11_kda.ipynb #e6d82442
 @cache
 def _bwd_kernels(K, V, kinds, prec, parts, switches, rate, v_first, h0, dht, dh0):
     if parts:
         how = kinds, parts, *dict(switches).values()
-        scan, chunk = hopper.bwd_scan(*how, v_first, dht, dh0), (*how, *dict(rate).values(), v_first, h0, dht)
+        scan, chunk = hopper.bwd_scan(*how[:4], v_first, dht, dh0), (*how, *dict(rate).values(), v_first, h0, dht)
         return 64, scan, [hopper.chunk_bwd(*chunk, levels) for levels in hopper.levels_of(kinds[0])], 1
     c = _config(K, V, kinds[0])
     tile = dict(K=K, V=V, BK=c["BK"], C=c["C"], PREC=prec, V_FIRST=v_first, HAS_DHT=dht, DS_HOME=_ds_home(V, c["C"]), **dict(switches))
@@ -668,8 +668,9 @@ def _bwd_kernels(K, V, kinds, prec, parts, switches, rate, v_first, h0, dht, dh0
     chunk = launcher(_kda_chunk_bwd_kernel, True, **tile, **dict(rate), HAS_H0=h0, LEVELS=c["C"].bit_length() - 1, **c["chunk_bwd"])
     return c["C"], scan, [chunk], triton.cdiv(V, c["scan_bwd"]["BV"])
 
-# %% ../nbs/11_kda.ipynb #d7a63f94
-def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0):
+# %% ../nbs/11_kda.ipynb #bbd405a4
+def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0,
+         spend):
     do, q, k, v, g, b, w, A_log, dt_bias, dht, h0 = map(_dense, (do, q, k, v, g, b, w, A_log, dt_bias, dht, h0))
     (B, T, H, K), V = q.shape, v.shape[-1]
     switches, rate = _how(w, A_log, dt_bias, lower, l2norm, gate, sigmoid, neg)
@@ -677,7 +678,8 @@ def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, h, scale, low
     C, scan, chunks, blocks = _bwd_kernels(K, V, _kinds(q, g, b, w, A_log, dt_bias, dht, h0), fp32_precision(q.dtype), parts, switches,
                                            rate, v_first, h0 is not None, dht is not None, want_dh0)
     NT, low = -(-T // C), lower or 0.0
-    dq, dk, dv, dg, db = map(torch.empty_like, (q, k, v, g, b))
+    dq, dk, dv, db = map(torch.empty_like, (q, k, v, b))
+    dg = G if spend and G.shape == g.shape and G.dtype is g.dtype else torch.empty_like(g)
     dw = q.new_empty(0) if w is None else torch.empty_like(w)
     dh0 = q.new_empty(h0.shape if want_dh0 else (0,), dtype=torch.float32)
     dgate = q.new_empty((B, NT, H * (K + 1)) if gate else (0,), dtype=torch.float32)
@@ -685,14 +687,29 @@ def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, h, scale, low
     if dv.numel():
         if parts: ds = dq.view(h.dtype),
         else: ds = (dq, dk) if _ds_home(V, C) else (q.new_empty(B, H, NT - 1, V, K), None)
-        scan(B * H * blocks, q, k, do, g, b, A_log, dt_bias, A, M, vec, dht, *ds, dv, dh0, scale, low, T, H, NT)
+        if parts: scan(B * H, q, k, do, G, b, A, M, vec, dht, *ds, dv, dh0, scale, T, H, NT)
+        else: scan(B * H * blocks, q, k, do, g, b, A_log, dt_bias, A, M, vec, dht, *ds, dv, dh0, scale, low, T, H, NT)
         for chunk in chunks:
-            chunk(B * H * NT, q, k, v, g, b, w, A_log, dt_bias, A, vec, h0, h, do, dht, *ds, dq, dk, dv, dg, db, dw, dgate, scale, low,
-                  T, H, NT)
+            chunk(B * H * NT, q, k, v, g, b, w, A_log, dt_bias, A, *((G,) if parts else ()), vec, h0, h, do, dht, *ds, dq, dk, dv, dg, db,
+                  dw, dgate, scale, low, T, H, NT)
     return dq, dk, dv, dg, db, dw, dgate.sum((0, 1)) if gate else dgate, dh0
 
-# %% ../nbs/11_kda.ipynb #7e47cfaa
-def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, h, scale, lower, T, NT, l2norm, gate, sigmoid, neg, v_first):
+# %% ../nbs/11_kda.ipynb #9a4ad5bb
+def _bwd_apart(*args): return _bwd(*args[:-1], False)  # an operator's results are not its arguments' memory
+
+def _sums_again(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0):
+    "G, once its memory has become that of an earlier dg; the launch makes A, M and the row vectors again, bit for bit."
+    q, k, g, b, A_log, dt_bias = map(_dense, (q, k, g, b, A_log, dt_bias))
+    (B, T, H, K), V, G = q.shape, v.shape[-1], torch.empty_like(G)
+    switches, rate = _how(w, A_log, dt_bias, lower, l2norm, gate, sigmoid, neg)
+    chunk, *_ = _fwd_kernels(K, V, _kinds(q, g, b, w, A_log, dt_bias, h0), fp32_precision(q.dtype), True, switches, rate, v_first,
+                             h0 is not None, True, False)
+    NT = -(-T // 64)
+    if G.numel(): chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, M, G, vec, scale, lower or 0.0, T, H, NT)
+    return G
+
+# %% ../nbs/11_kda.ipynb #d7fa006a
+def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, T, NT, l2norm, gate, sigmoid, neg, v_first):
     K, V, H, low = q.shape[-1], v.shape[-1], q.shape[2], lower or 0.0
     parts = A.shape[3] if A.dim() == 5 else 0
     C, scan, chunks, _ = _bwd_kernels(K, V, _kinds(q, g, b, w, A_log, dt_bias, None, h0), fp32_precision(q.dtype), parts,
@@ -700,11 +717,13 @@ def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, h, scale, lowe
                                       h0 is not None)
     ds = (q.view(h.dtype),) if parts else (q, k) if _ds_home(V, C) else (q, None)
     dw = q if w is None else w
-    scan.prepare(q, k, v, g, b, A_log, dt_bias, A, M, vec, None, *ds, v, vec, scale, low, T, H, NT)
+    if parts: scan.prepare(q, k, v, G, b, A, M, vec, None, *ds, v, vec, scale, T, H, NT)
+    else: scan.prepare(q, k, v, g, b, A_log, dt_bias, A, M, vec, None, *ds, v, vec, scale, low, T, H, NT)
     for chunk in chunks:
-        chunk.prepare(q, k, v, g, b, w, A_log, dt_bias, A, vec, h0, h, v, None, *ds, q, k, v, g, b, dw, vec, scale, low, T, H, NT)
+        chunk.prepare(q, k, v, g, b, w, A_log, dt_bias, A, *((G,) if parts else ()), vec, h0, h, v, None, *ds, q, k, v, g, b, dw, vec, scale,
+                      low, T, H, NT)
 
-# %% ../nbs/11_kda.ipynb #fdf82706
+# %% ../nbs/11_kda.ipynb #ada3499b
 def _fwd_fake(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     B, H, K, V = q.shape[0], *q.shape[2:], v.shape[-1]
     state = _state_shape(B, H, K, V, v_first) if output_final_state else (0,)
@@ -713,28 +732,30 @@ def _fwd_fake(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_s
     saved = (q.new_empty(shape if save else (0,), dtype=dtype) for shape, dtype in saved)
     return v.new_empty(v.shape), q.new_empty(state, dtype=torch.float32), *saved
 
-def _bwd_fake(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0):
+def _bwd_fake(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0,
+              spend):
     H, K = q.shape[2:]
     return (*(x.new_empty(x.shape) for x in (q, k, v, g, b)), q.new_empty(0) if w is None else w.new_empty(w.shape),
             q.new_empty((H * (K + 1),) if gate else (0,), dtype=torch.float32),
             q.new_empty(h0.shape if want_dh0 else (0,), dtype=torch.float32))
 
-# %% ../nbs/11_kda.ipynb #411124c3
+# %% ../nbs/11_kda.ipynb #2f65854c
 _IN = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor b, Tensor? w, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state"
 _NUMBERS, _OPTIONS = "float scale, float? lower_bound", "bool l2norm, bool gate, bool sigmoid, bool neg, bool v_first"
 _fwd_op = register(f"kda_fwd({_IN}, {_NUMBERS}, bool output_final_state, {_OPTIONS}, bool save)"
-                   f" -> ({', '.join(['Tensor'] * 6)})", _fwd, _fwd_fake)
-_bwd_op = register(f"kda_bwd(Tensor do, Tensor? dht, {_IN}, Tensor A, Tensor M, Tensor vec, Tensor h, {_NUMBERS}, {_OPTIONS},"
-                   f" bool want_dh0) -> ({', '.join(['Tensor'] * 8)})", _bwd, _bwd_fake)
+                   f" -> ({', '.join(['Tensor'] * 7)})", _fwd, _fwd_fake)
+_bwd_op = register(f"kda_bwd(Tensor do, Tensor? dht, {_IN}, Tensor A, Tensor M, Tensor vec, Tensor G, Tensor h, {_NUMBERS}, {_OPTIONS},"
+                   f" bool want_dh0, bool spend) -> ({', '.join(['Tensor'] * 8)})", _bwd_apart, _bwd_fake)
 _fwd_call, _bwd_call = straight(_fwd_op, _fwd), straight(_bwd_op, _bwd)
 
-# %% ../nbs/11_kda.ipynb #c9da64b6
+# %% ../nbs/11_kda.ipynb #a0d98a22
 class _KDA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         *x, scale, lower, output_final_state, l2norm, gate, sigmoid, neg, v_first = args
         o, ht, *saved = _fwd_call(*args, True)
         ctx.save_for_backward(*x, *saved)
+        ctx.spent = False
         ctx.options = scale, lower, l2norm, gate, sigmoid, neg, v_first, x[8] is not None and x[8].requires_grad
         ctx.set_materialize_grads(False)
         return o, ht
@@ -742,9 +763,11 @@ class _KDA(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, do, dht):
-        *x, A, M, vec, h = ctx.saved_tensors
+        *x, A, M, vec, G, h = ctx.saved_tensors
         if do is None: do = torch.zeros_like(x[2])  # only the final state was used
-        *grads, dgate, dh0 = _bwd_call(do, dht, *x, A, M, vec, h, *ctx.options)
+        if ctx.spent: G = _sums_again(*x, A, M, vec, G, h, *ctx.options)
+        *grads, dgate, dh0 = _bwd_call(do, dht, *x, A, M, vec, G, h, *ctx.options, True)
+        ctx.spent = ctx.spent or grads[3] is G
         grads, wants = [d if need else None for d, need in zip(grads, ctx.needs_input_grad)], ctx.needs_input_grad[6:9]
         if not any(wants): return *grads, *[None] * 11
         HK = dgate.numel() // (x[0].shape[-1] + 1) * x[0].shape[-1]
@@ -863,12 +886,12 @@ def _case(kernel, dtype, prec, K, V, everything, spill):
     types = {n: _WIDE.get(n, f"*{dtype}") for n in kernel.arg_names if n not in fixed}
     return Case(f"dormouse_fused.kda:{name}", types, fixed, spill=spill, **how)
 
-# %% ../nbs/11_kda.ipynb #8fc7e5e5
+# %% ../nbs/11_kda.ipynb #002b6cef
 _KERNELS = _kda_chunk_fwd_kernel, _kda_scan_fwd_kernel, _kda_scan_bwd_kernel, _kda_chunk_bwd_kernel
 _SPILLS = {  # (dtype, products, K, V, everything): bytes per thread, for each kernel
-    ("bf16", "tf32", 64, 64, False): (768, 320, 192, 4352),
-    ("fp32", "tf32x3", 64, 64, False): (1024, 768, 256, 1792),
-    ("bf16", "tf32", 100, 200, True): (64, 64, 64, 2304),
+    ("bf16", "tf32", 64, 64, False): (384, 0, 0, 272),
+    ("fp32", "tf32x3", 64, 64, False): (960, 688, 240, 1552),
+    ("bf16", "tf32", 100, 200, True): (496, 48, 16, 2288),
 }
 
 def aot_cases() -> list: # of `Case`

@@ -592,7 +592,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--figure", type=Path, default=Path("figures", "train_loss.svg"), help="default: %(default)s")
     return parser
 
-# %% ../nbs/90_train.ipynb #9f68e779
+# %% ../nbs/90_train.ipynb #dc4d291f
 def pick_device(name: str | None) -> torch.device:
     "The device called `name`, or a `ValueError`."
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -605,7 +605,7 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device: {name} asked for, PyTorch sees {torch.cuda.device_count()} GPUs")
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        if device.index is not None: torch.cuda.set_device(device)
         return torch.device("cuda", torch.cuda.current_device())
     return device
 

@@ -297,7 +297,7 @@ def test_operators_keep_their_contract():
     numbers, flags, dS = (0.25, None), (True, True, False, False, False), torch.ones(1, 1, 16, 16, device=DEVICE)
     forward = (*tensors, *numbers, True, *flags, True)
     o, _, *saved = kda._fwd_op(*forward)
-    backward = (torch.ones_like(o), dS, *tensors, *saved, *numbers, *flags, True)
+    backward = (torch.ones_like(o), dS, *tensors, *saved, *numbers, *flags, True, False)
     leaves = [t.clone().requires_grad_() for t in tensors]
     calls = {"_fwd_op": forward, "_bwd_op": backward, "_op": (*leaves, *numbers, True, *flags)}
     for op, args in calls.items():

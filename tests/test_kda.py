@@ -227,7 +227,8 @@ def test_state_v_first():
     got = values(chunk_kda, y, do, dS.mT, state_v_first=True)
     for n in "S", "dinitial_state":
         got[n] = got[n].mT
-    assert all(torch.equal(got[n], want[n]) for n in want)
+    assert all(torch.equal(got[n], want[n]) for n in want if n != "dg")
+    assert rel_err(got["dg"], want["dg"]) < 1e-6  # a sum over the state, whose layout may decide the order
 
 
 def rows(g, open_, closed, choose):
@@ -338,7 +339,7 @@ def test_the_future_is_invisible(edit, value, dtype, precision, size, at=25):
     torch.set_float32_matmul_precision(precision)
     x = make(T=40, H=1, K=size, V=size, dtype=dtype)
     y = x | {edit: x[edit].clone()}
-    y[edit][:, at:] = value
+    y[edit][:, at:] = value if edit != "k" else value * (16 / size) ** 0.5  # keys of length 2
     with torch.no_grad():
         a, b = chunk_kda(**x)[0], chunk_kda(**y)[0]
     assert torch.equal(a[:, :at], b[:, :at]) and not torch.equal(a, b)
@@ -635,7 +636,7 @@ def test_operators_keep_their_contract(everything):
     numbers = 0.25, -5.0 if everything else None
     forward = (*tensors, *numbers, True, *flags, True)
     o, _, *saved = kda._fwd_op(*forward)
-    backward = (torch.ones_like(o), dS, *tensors, *saved, *numbers, *flags, everything)
+    backward = (torch.ones_like(o), dS, *tensors, *saved, *numbers, *flags, everything, False)
     leaves = [t if t is None else t.clone().requires_grad_() for t in tensors]
     calls = {"_fwd_op": forward, "_bwd_op": backward, "_op": (*leaves, *numbers, True, *flags)}
     for op, args in calls.items():
@@ -705,6 +706,20 @@ def test_tensors_that_start_anywhere():
     a = values(chunk_kda, x, do, dS)
     b = values(chunk_kda, {n: moved(t) for n, t in x.items()}, moved(do), moved(dS))
     assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+# On Hopper dg takes memory that the backward before it has read.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_backward_again_and_again(dtype, size):
+    torch.set_float32_matmul_precision("high")
+    x = {n: t.requires_grad_() for n, t in make(T=70, K=size, V=size, dtype=dtype).items()}
+    o, S = chunk_kda(**x, output_final_state=True)
+    grads = [torch.autograd.grad([o, S], list(x.values()), upstream(x), retain_graph=True) for _ in range(2)]
+    kept = [d.clone() for d in grads[0]]
+    grads.append(torch.autograd.grad([o, S], list(x.values()), upstream(x)))
+    for again in grads:
+        assert all(torch.equal(a, b) for a, b in zip(again, kept))
 
 
 @pytest.mark.parametrize("C", [1, 8, 64])
