@@ -1,4 +1,6 @@
 "Gated DeltaNet: options, awkward input, and the kinds of trouble reported of kernels like it."
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -585,9 +587,6 @@ def test_what_fits_is_remembered_and_what_does_not_is_refused():
 
 
 def test_a_triton_without_gluon():
-    import subprocess
-    import sys
-
     code = "import sys; sys.modules['triton.experimental.gluon'] = None; import dormouse_fused.gated_delta as g; assert g.hopper is None"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -30,9 +30,7 @@ def kernels(module: Path) -> set[str]:
     "Names of the module's launchable kernels."
     names = set()
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
-        jitted = isinstance(node, ast.FunctionDef) and any(
-            re.search(r"(triton|gluon)\.jit", ast.unparse(d)) for d in node.decorator_list
-        )
+        jitted = isinstance(node, ast.FunctionDef) and any(re.search(r"(triton|gluon)\.jit", ast.unparse(d)) for d in node.decorator_list)
         if jitted and node.name.endswith("_kernel") and node.args.args:  # without arguments it could reach no memory
             names.add(node.name)
     return names
