@@ -62,8 +62,8 @@ def _decay_tile(g, A_log, dt_bias, lower, i_c, i_b, i_h, T, H, NT, USE_GATE: gl.
     x = _get(g, i_c, i_b, i_h, T, H, NT, L)
     return _log_decay(x, A_log, dt_bias, lower, i_c, i_h, T, L, USE_GATE, BOUNDED, HAS_A, HAS_BIAS)
 
-# %% ../nbs/06_kda_hopper.ipynb #aac8fab1
-_E, _S, _D, _A, _R, _O, _P = (gl.constexpr(n) for n in range(7))  # places in shared memory: e, S, dS', A, R, do, P come there first
+# %% ../nbs/06_kda_hopper.ipynb #eec70861
+_E, _S, _D, _A, _R, _O, _P, _LOW = (gl.constexpr(n) for n in range(8))  # places in shared memory: e, S, dS', A, R, do, P come there first
 
 @gluon.jit
 def _part(x, dt: gl.constexpr):
@@ -255,7 +255,7 @@ def _put_solved(A, n, x, dt: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr)
     for part in gl.static_range(PARTS):
         gl.store(p + part * (3 * C * C // 4), gl.convert_layout(y[part], L), mask=m)
 
-# %% ../nbs/06_kda_hopper.ipynb #491fa73c
+# %% ../nbs/06_kda_hopper.ipynb #568ee082
 @gluon.jit
 def _whole(x):
     """The nearest whole number: float32 has no digits behind the point above 2^23."""
@@ -266,6 +266,15 @@ def _anchors(s, T, W: gl.constexpr):
     """Which row is row i's anchor on level s: the last of the left half of its block."""
     i, l = _mask_index(T, gl.DotOperandLayout(0, product_layout(W), 2))
     return gl.where(l == ((i >> (s + 1)) << (s + 1)) + (1 << s) - 1, 1.0, 0.0)
+
+@gluon.jit
+def _score(x, t_s, dt: gl.constexpr, PARTS: gl.constexpr, KP: gl.constexpr, at: gl.constexpr, LHS: gl.constexpr, W: gl.constexpr):
+    """Starts x k^T: x in PARTS parts, k in KP, KP - 1 + PARTS products."""
+    x = operand(x, dt, LHS, PARTS)
+    y = mma_registers(gl.zeros([C, C], gl.float32, product_layout(W)), x, t_s, True, PARTS, True, at)
+    if KP > PARTS:
+        y = mma_registers(y, x, t_s, True, 1, False, at + 1)
+    return y
 
 @gluon.jit
 def _put_scores(M, n, S, d, scale, dt: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
@@ -281,20 +290,20 @@ def _scores_by_anchor(t_s, x_s, r_s, total_s, M, G, n, d, xk, b, scale, i_c, i_b
     LHS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     dt: gl.constexpr = t_s.dtype
     K0: gl.constexpr = PARTS + 1  # where k is, behind the log decays
-    zero = gl.zeros([C, C], gl.float32, ACC)
+    KP: gl.constexpr = 2 if dt == gl.bfloat16 else 1
     i, j = tile_index(ACC)
     f = G - n
     n = n - _whole(0.5 * total_s.load(gl.SliceLayout(0, ACC)))[None, :]
-    put(t_s, xk * times_power(libdevice.exp2(-f), -n), dt, PARTS, K0)
+    put(t_s, xk * times_power(libdevice.exp2(-f), -n), dt, KP, K0)
     f = times_power(libdevice.exp2(f), n)
     fence_async_shared()
     barrier()
     x = _unit_here(x_s.index(1).load(ACC), r_s, 0, ACC, USE_L2) * f
-    S = mma_registers(zero, operand(x, dt, LHS, PARTS), t_s, True, PARTS, True, K0)
+    S = _score(x, t_s, dt, KP, KP, K0, LHS, W)
     x = xk * _erasing(b, r_s, i_c, i_b, i_h, T, H, NT, ACC, PER_CHANNEL) * f
-    L = mma_registers(zero, operand(x, dt, LHS, PARTS), t_s, True, PARTS, True, K0)
-    _put_scores(M, i_bh * NT + i_c, mma_wait(S, 1, PARTS), d, scale, dt, PARTS, W)
-    return gl.where(i > j, mma_wait(L, 0, PARTS), 0.0)
+    L = _score(x, t_s, dt, PARTS, KP, K0, LHS, W)
+    _put_scores(M, i_bh * NT + i_c, mma_wait(S, KP + PARTS - 1, 1), d, scale, dt, PARTS, W)
+    return gl.where(i > j, mma_wait(L, 0, 1), 0.0)
 
 @gluon.jit
 def _scores_by_levels(t_s, x_s, r_s, M, G, n, d, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
@@ -304,6 +313,7 @@ def _scores_by_levels(t_s, x_s, r_s, M, G, n, d, b, scale, i_c, i_b, i_h, i_bh, 
     LHS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     dt: gl.constexpr = t_s.dtype
     K0: gl.constexpr = PARTS + 1
+    KP: gl.constexpr = 2 if dt == gl.bfloat16 else 1
     zero = gl.zeros([C, C], gl.float32, ACC)
     i, j = tile_index(ACC)
     f = G - n
@@ -318,7 +328,7 @@ def _scores_by_levels(t_s, x_s, r_s, M, G, n, d, b, scale, i_c, i_b, i_h, i_bh, 
             e = gl.maximum(-gl.abs(n - _row_sums(_anchors(s, T, W), t_s, 1, PARTS, W)), -200.0)
             e = times_power(libdevice.exp2(gl.where(right, f, -f)), e)
             x = _unit_here(x_s.index(0).load(ACC), r_s, 1, ACC, USE_L2)
-            put(t_s, gl.where(right, 0.0, x * e), dt, PARTS, K0)
+            put(t_s, gl.where(right, 0.0, x * e), dt, KP, K0)
             fence_async_shared()
             barrier()
             if erase:
@@ -326,8 +336,8 @@ def _scores_by_levels(t_s, x_s, r_s, M, G, n, d, b, scale, i_c, i_b, i_h, i_bh, 
             else:
                 x = _unit_here(x_s.index(1).load(ACC), r_s, 0, ACC, USE_L2)
             x = gl.where(right, x * e, 0.0)
-            y = mma_registers(zero, operand(x, dt, LHS, PARTS), t_s, True, PARTS, True, K0)
-            L = L + gl.where(_pairs(i, j, s), mma_wait(y, 0, PARTS), 0.0)
+            y = _score(x, t_s, dt, PARTS if erase else KP, KP, K0, LHS, W)
+            L = L + gl.where(_pairs(i, j, s), mma_wait(y, 0, 1), 0.0)
             barrier()
         if not erase:
             _put_scores(M, i_bh * NT + i_c, L, d, scale, dt, PARTS, W)
@@ -596,7 +606,7 @@ def _hopper_kda_fwd_kernel(q, k, v, G, b, w, A, M, vec, h0, o, h, ht, scale, T, 
                       i_b, i_h, i_bh, T, H, NT, False, PER_CHANNEL, USE_L2, PARTS, STAGES, LW)),
     ], [4, LW], [OUT, LOAD])
 
-# %% ../nbs/06_kda_hopper.ipynb #e2ed72e6
+# %% ../nbs/06_kda_hopper.ipynb #7a98e15e
 @gluon.jit
 def _bwd_chain(q_s, e_s, k_s, o_s, a_s, m_s, d_s, S_s, x_s, full, empty, s_full, s_empty, x_full, x_empty, dht, dh0,
                i_bh, NT, V_FIRST: gl.constexpr, HAS_DHT: gl.constexpr, SAVE_DH0: gl.constexpr,
@@ -614,8 +624,13 @@ def _bwd_chain(q_s, e_s, k_s, o_s, a_s, m_s, d_s, S_s, x_s, full, empty, s_full,
         mbarrier.wait(full.index(st), n // STAGES % 2)
         fence_async_shared()
         s = parts(S, dt, PARTS)
+        low = S
+        if PARTS == 1 and dt == gl.bfloat16:
+            low = S - s[0].to(gl.float32)  # what dS' in 16 bits lacks; dv and dbeta would lack it most
         S = S * d_s.index(st).load(cols)[None, :]  # before products are under way: the compiler would wait for them here
         P = mma_registers(zero, operand_of(s, LHS, PARTS), k_s, True, PARTS, True, at)  # (3): (eta k) dS'
+        if PARTS == 1 and dt == gl.bfloat16:
+            P = mma_registers(P, operand(low, dt, LHS, 1), k_s, True, 1, False, at)
         P = mma(P, o_s, m_s, True, False, PARTS, False, at, at)  # (3): + M^T do
         mbarrier.wait(s_empty.index(sb), ph ^ 1)
         put_parts(S_s, s, PARTS, sb * PARTS)
@@ -727,7 +742,7 @@ def _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CH
             _copy_tile(x[0].index(n), x[1 + n], i_b, i_h, i_c, T, H, L)
     async_copy.commit_group()
 
-# %% ../nbs/06_kda_hopper.ipynb #93dd4995
+# %% ../nbs/06_kda_hopper.ipynb #aba3b2c4
 @gluon.jit
 def _scale_state(t_s, place: gl.constexpr, f, PARTS: gl.constexpr, W: gl.constexpr):
     """A state's columns times f, in place; the product."""
@@ -754,6 +769,19 @@ def _bring_states(t_s, h0, dht, a, rest, i_c, i_bh, NT, V_FIRST: gl.constexpr, H
     return gl.sum(x * _scale_state(t_s, _D, f, PARTS, W), 0) * rest
 
 @gluon.jit
+def _times_R(y, a, t_s, TB: gl.constexpr, PARTS: gl.constexpr, at: gl.constexpr):
+    """Starts a R^T, or R a; y is 0."""
+    if TB:
+        y = mma(y, a, t_s, False, True, PARTS, True, at, _R * PARTS)
+        if PARTS == 1 and t_s.dtype == gl.bfloat16:
+            y = mma(y, a, t_s, False, True, 1, False, at, _LOW)
+    else:
+        y = mma(y, t_s, a, False, False, PARTS, True, _R * PARTS, at)
+        if PARTS == 1 and t_s.dtype == gl.bfloat16:
+            y = mma(y, t_s, a, False, False, 1, False, _LOW, at)
+    return y
+
+@gluon.jit
 def _solve(t_s, x, vec, up, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, PARTS: gl.constexpr,
            W: gl.constexpr):
     """R, into its place in shared memory; -e by its decays, into its own."""
@@ -774,11 +802,16 @@ def _solve(t_s, x, vec, up, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.const
     R = mma(R, t_s, t_s, False, False, PARTS, False, _A * PARTS, _R * PARTS)  # (2): + (A - I) of that
     R = mma_wait(R, 0, PARTS)
     barrier()
-    put(t_s, R, dt, PARTS, _R * PARTS)
+    if PARTS == 1 and dt == gl.bfloat16:  # R alone: float16 has the digits
+        p = parts(R, dt, 2)
+        t_s.index(_R).store(p[0])
+        t_s.index(_LOW).store(p[1])
+    else:
+        put(t_s, R, dt, PARTS, _R * PARTS)
     fence_async_shared()
     barrier()
 
-# %% ../nbs/06_kda_hopper.ipynb #7c0f879e
+# %% ../nbs/06_kda_hopper.ipynb #d44e475a
 @gluon.jit
 def _put_token_rows(x, y, i_c, i_b, i_h, T, H, W: gl.constexpr):
     """Tile y, the accumulators of a product, into the chunk's rows of x. In float32 they fill whole sectors of memory as they lie."""
@@ -811,10 +844,10 @@ def _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, 
     ACC: gl.constexpr = product_layout(W)
     zero = gl.zeros([C, C], gl.float32, ACC)
     i, j = tile_index(ACC)
-    M = mma(zero, t_s, t_s, False, True, PARTS, True, _O * PARTS, _R * PARTS)  # (5)
-    N = mma(zero, t_s, t_s, False, True, PARTS, True, _P * PARTS, _R * PARTS)
+    M = _times_R(zero, t_s, t_s, True, PARTS, _O * PARTS)  # (5)
+    N = _times_R(zero, t_s, t_s, True, PARTS, _P * PARTS)
     dbeta = _value_gradients(t_s, x, dv, dw, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, PARTS, W)
-    M = mma_wait(M, 1, PARTS)
+    M = mma_wait(M, 2 if PARTS == 1 and dt == gl.bfloat16 else PARTS * (PARTS + 1) // 2, 1)
     dm = scale * gl.sum(gl.where(i == j, M, 0.0), 1)
     put(t_s, gl.where(i > j, scale * M, 0.0), dt, PARTS, _A * PARTS)
     N = parts(gl.where(i > j, mma_wait(N, 0, PARTS), 0.0), dt, PARTS)
@@ -826,28 +859,38 @@ def _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, 
     put_parts(t_s, N, PARTS, _O * PARTS)
     return dm, dbeta, gq, ge
 
-# %% ../nbs/06_kda_hopper.ipynb #c95204da
+# %% ../nbs/06_kda_hopper.ipynb #dd390932
 @gluon.jit
-def _readers_by_anchor(t_s, xk, xq, gq, ge, up, down, PARTS: gl.constexpr):
-    """(6): dq' and -de, given what the states give."""
-    put(t_s, xk * down, t_s.dtype, PARTS, _S * PARTS)
-    put(t_s, xq * up, t_s.dtype, PARTS, _P * PARTS)
+def _readers_by_anchor(t_s, x, gq, ge, sums, a, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2: gl.constexpr, PARTS: gl.constexpr,
+                       W: gl.constexpr):
+    """(6): dq' and -de, given what the states give; and what both give to (9)."""
+    ACC: gl.constexpr = product_layout(W)
+    y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+    put(t_s, y * libdevice.exp2(a[None, :] - sums), t_s.dtype, PARTS, _S * PARTS)
+    y = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+    put(t_s, y * libdevice.exp2(sums - a[None, :]), t_s.dtype, PARTS, _P * PARTS)
     fence_async_shared()
     barrier()
     gq = mma(gq, t_s, t_s, False, False, PARTS, False, _A * PARTS, _S * PARTS)
     ge = mma(ge, t_s, t_s, False, False, PARTS, False, _O * PARTS, _S * PARTS)
-    gq = up * mma_wait(gq, 1, PARTS)
-    return gq, up * mma_wait(ge, 0, PARTS)
+    gq = mma_wait(gq, 1, PARTS)
+    dG = gq * take(t_s, ACC, PARTS, _P * PARTS)
+    ge = mma_wait(ge, 0, PARTS)
+    dG += ge * take(t_s, ACC, PARTS, _E * PARTS)
+    y = libdevice.exp2(sums - a[None, :])
+    return y * gq, y * ge, dG
 
 @gluon.jit
 def _keys_by_anchor(t_s, down, PARTS: gl.constexpr, W: gl.constexpr):
-    """(7): dk'."""
-    zero = gl.zeros([C, C], gl.float32, product_layout(W))
+    """(7): dk', and what it takes from (9)."""
+    ACC: gl.constexpr = product_layout(W)
+    zero = gl.zeros([C, C], gl.float32, ACC)
     z = mma(zero, t_s, t_s, True, False, PARTS, True, _O * PARTS, _E * PARTS)
     z = mma(z, t_s, t_s, True, False, PARTS, False, _A * PARTS, _P * PARTS)
-    return down * mma_wait(z, 0, PARTS)
+    z = mma_wait(z, 0, PARTS)
+    return down * z, z * take(t_s, ACC, PARTS, _S * PARTS)
 
-# %% ../nbs/06_kda_hopper.ipynb #7b0fd200
+# %% ../nbs/06_kda_hopper.ipynb #709eaef5
 @gluon.jit
 def _masked(t_s, s, place: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """A level's pairs of dM or dL as left operand."""
@@ -867,10 +910,17 @@ def _masked(t_s, s, place: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.con
         return x, gl.where(m, y, gl.zeros([C, C], y.dtype, LHS))
 
 @gluon.jit
-def _readers_by_levels(t_s, x, gq, ge, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2: gl.constexpr,
-                       USE_GATE: gl.constexpr, BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr,
-                       W: gl.constexpr):
-    """(6): dq' and -de, given what the states give; every factor at most 1."""
+def _as_operand(x, dt: gl.constexpr, PARTS: gl.constexpr):
+    """x as products see it; two parts are as good as all of it."""
+    if PARTS == 1:
+        x = x.to(dt).to(gl.float32)
+    return x
+
+@gluon.jit
+def _readers_by_levels(t_s, x, gq, ge, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
+                       USE_L2: gl.constexpr, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr,
+                       PARTS: gl.constexpr, W: gl.constexpr):
+    """The same by levels: every factor at most 1."""
     ACC: gl.constexpr = product_layout(W)
     zero = gl.zeros([C, C], gl.float32, ACC)
     for s in range(6):
@@ -881,17 +931,23 @@ def _readers_by_levels(t_s, x, gq, ge, g, A_log, dt_bias, lower, vec, i_c, i_b, 
         fence_async_shared()
         barrier()
         y = mma_registers(zero, _masked(t_s, s, _A, False, PARTS, W), t_s, False, PARTS, True, _S * PARTS)
-        gq += f * mma_wait(y, 0, PARTS)
+        y = mma_wait(y, 0, PARTS)
+        gq += f * y
+        dG += y * _as_operand(_query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS) * f, t_s.dtype, PARTS)
         y = mma_registers(zero, _masked(t_s, s, _O, False, PARTS, W), t_s, False, PARTS, True, _S * PARTS)
-        ge += f * mma_wait(y, 0, PARTS)
+        y = mma_wait(y, 0, PARTS)
+        ge += f * y
+        e = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+        e *= _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS)
+        dG -= y * _as_operand(e * f, t_s.dtype, PARTS)
         barrier()
-    return gq, ge
+    return gq, ge, dG
 
 @gluon.jit
-def _keys_by_levels(t_s, x, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
+def _keys_by_levels(t_s, x, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
                     USE_L2: gl.constexpr, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr,
                     PARTS: gl.constexpr, W: gl.constexpr):
-    """(7): dk'."""
+    """The same by levels."""
     ACC: gl.constexpr = product_layout(W)
     zero = gl.zeros([C, C], gl.float32, ACC)
     z = zero
@@ -908,9 +964,11 @@ def _keys_by_levels(t_s, x, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, 
         barrier()
         y = mma_registers(zero, _masked(t_s, s, _O, True, PARTS, W), t_s, False, PARTS, True, _E * PARTS)
         y = mma_registers(y, _masked(t_s, s, _A, True, PARTS, W), t_s, False, PARTS, False, _P * PARTS)
-        z = z + f * mma_wait(y, 0, PARTS)
+        y = mma_wait(y, 0, PARTS)
+        z = z + f * y
+        dG -= y * _as_operand(_key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS) * f, t_s.dtype, PARTS)
         barrier()
-    return z
+    return z, dG
 
 # %% ../nbs/06_kda_hopper.ipynb #a473e69a
 @gluon.jit
@@ -981,7 +1039,7 @@ def _sum_rows(y, m, t_s, place: gl.constexpr, PARTS: gl.constexpr, W: gl.constex
     y = mma_registers(y, (m,), t_s, False, 1, False, place * PARTS)
     return mma_registers(y, (m,), t_s, False, 1, False, place * PARTS + 1)
 
-# %% ../nbs/06_kda_hopper.ipynb #eb20dd29
+# %% ../nbs/06_kda_hopper.ipynb #c2e7afb5
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
                                  scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
@@ -1002,37 +1060,38 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
     if dt != gl.float16:
         if (gl.min(total, 0) < -160.0) != LEVELS:
             return
-    t_s = _tiles(dt, 7 * PARTS)
+    t_s = _tiles(dt, 8 if PARTS == 1 and dt == gl.bfloat16 else 7 * PARTS)
     x = (_tiles(xt, 5 if PER_CHANNEL else 3) if PARTS == 1 else t_s), k, q, v, b, w
     if PARTS == 1:
         last_s = _vectors(1, 1).index(0)
     sums = _get(G, i_c, i_b, i_h, T, H, NT, ACC)
     _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CHANNEL, PARTS, W)
-    a = 0.5 * total
-    end, rest = a, 0.0 * a + 1.0
-    if LEVELS:
-        end, rest = 2.0 * a, libdevice.exp2(2.0 * a)
-        a = 0.0 * a
+    a = 0.0 * total
+    if not LEVELS:
+        a = _whole(0.5 * total)
     if PARTS > 1:
         put(t_s, _get(do, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _O * PARTS)
         put(t_s, _get(dv, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _P * PARTS)
     async_copy.wait_group(0)
     barrier()
-    last = _bring_states(t_s, h0, dht, a, rest, i_c, i_bh, NT, V_FIRST, HAS_H0, HAS_DHT, PARTS, W)
+    last = _bring_states(t_s, h0, dht, a, libdevice.exp2(total - 2.0 * a), i_c, i_bh, NT, V_FIRST, HAS_H0, HAS_DHT, PARTS, W)
     if PARTS == 1:
         last_s.store(last)  # float32 has room for it in registers alone
     _solve(t_s, x, vec, libdevice.exp2(sums - a[None, :]), i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
     dm, dbeta, gq, ge = _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, PARTS, W)
+    if LEVELS:
+        xq = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+        xk = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+        up = libdevice.exp2(sums)
+        gq, ge = up * gq, up * ge
+        dG = xq * gq - xk * _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS) * ge
+        gq, ge, dG = _readers_by_levels(t_s, x, gq, ge, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL,
+                                        USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
+    else:
+        gq, ge, dG = _readers_by_anchor(t_s, x, gq, ge, sums, a, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2, PARTS, W)
     xq = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
     xk = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-    up = libdevice.exp2(sums - a[None, :])
-    if LEVELS:
-        gq, ge = _readers_by_levels(t_s, x, up * gq, up * ge, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2,
-                                    USE_GATE, BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
-    else:
-        gq, ge = _readers_by_anchor(t_s, xk, xq, gq, ge, up, libdevice.exp2(a[None, :] - sums), PARTS)
     rate = _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS)
-    dG = xq * gq - xk * rate * ge  # (9)
     _put_token_rows(dq, _unit_gradient(gq + dm[:, None] * xk, xq, vec, i_c, i_bh, NT, 0, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
     if PER_CHANNEL:
         _put_token_rows(db, -xk * ge, i_c, i_b, i_h, T, H, W)
@@ -1041,14 +1100,14 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
         _put_beta(dbeta, gl.sum(gl.where(j == 0, rate, 0.0), 1), db, i_c, i_b, i_h, T, H, USE_SIGMOID, NEG, rows)
     gk = dm[:, None] * xq - rate * ge  # (8), without dk' and t
     if LEVELS:
-        z = _keys_by_levels(t_s, x, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, USE_GATE,
+        z, dG = _keys_by_levels(t_s, x, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, USE_GATE,
                             BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
     else:
-        z = _keys_by_anchor(t_s, libdevice.exp2(end[None, :] - sums), PARTS, W)
+        z, y = _keys_by_anchor(t_s, libdevice.exp2(a[None, :] - sums), PARTS, W)
+        dG -= y
     gk += z
-    dG = dG - xk * z
-    z = mma(zero, t_s, t_s, False, False, PARTS, True, _R * PARTS, _D * PARTS)
-    z = libdevice.exp2(end[None, :] - sums) * mma_wait(z, 0, PARTS)  # (7): t
+    z = _times_R(zero, t_s, t_s, False, PARTS, _D * PARTS)
+    z = libdevice.exp2((total - a)[None, :] - sums) * mma_wait(z, 0, PARTS)  # (7): t
     tau = xk * z
     _put_token_rows(dk, _unit_gradient(gk + z, xk, vec, i_c, i_bh, NT, 1, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
     barrier()
@@ -1062,9 +1121,9 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
     dx = _gate_gradients(dx, g, A_log, dt_bias, lower, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, W)
     _put_token_rows(dg, dx, i_c, i_b, i_h, T, H, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #72ee7d66
+# %% ../nbs/06_kda_hopper.ipynb #f8277834
 PLANS = {  # PARTS -> plans of A and M, the forward scan, the backward scan and the chunks' gradients
-    1: (dict(W=4, num_warps=4), dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8), dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8),
+    1: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8), dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8),
         dict(W=4, num_warps=4)),
     2: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, NB=1, OUT=96, LOAD=136, LW=8),
         dict(STAGES=2, NB=1, OUT=72, LOAD=152, LW=8), dict(W=4, num_warps=4)),
@@ -1115,14 +1174,14 @@ def chunk_bwd(kinds, parts, per_channel, l2norm, gate, bounded, has_a, bias, sig
     return launcher(_hopper_kda_chunk_bwd_kernel, True, **_gates(per_channel, l2norm, gate, bounded, has_a, bias), USE_SIGMOID=sigmoid,
                     NEG=neg, V_FIRST=v_first, HAS_H0=h0, HAS_DHT=dht, LEVELS=levels, PARTS=parts, **PLANS[parts][3], **_EARLY)
 
-# %% ../nbs/06_kda_hopper.ipynb #f76bd410
+# %% ../nbs/06_kda_hopper.ipynb #b5796eff
 _WIDE = dict.fromkeys("g G dg vec h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32")
 _WIDE |= dict(scale="fp32", lower="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
 _SWITCHES = "PER_CHANNEL USE_L2 USE_GATE BOUNDED HAS_A HAS_BIAS USE_SIGMOID NEG V_FIRST HAS_H0 SAVE_HT HAS_DHT SAVE_DH0".split()
 _SPILLS = {  # (dtype, PARTS, everything): bytes per thread, for each kernel; the last for one anchor and for levels
-    ("bf16", 1, False): (0, 64, 0, 128, 480), ("bf16", 1, True): (0, 64, 0, 432, 688),
-    ("fp16", 1, False): (0, 64, 0, 128, 480), ("fp32", 2, False): (32, 208, 0, 544, 1488), ("fp32", 2, True): (144, 336, 0, 864, 1856),
+    ("bf16", 1, False): (0, 64, 0, 624, 528), ("bf16", 1, True): (16, 64, 0, 832, 624), ("fp16", 1, False): (0, 64, 0, 480, 464),
+    ("fp32", 2, False): (32, 208, 0, 1008, 1472), ("fp32", 2, True): (144, 336, 0, 1040, 1632),
 }
 
 def _case(kernel, dtype, parts, everything, levels, plan, spill):
