@@ -6,7 +6,7 @@
 __all__ = ['INTERPRET', 'INTERPRETED', 'L2NORM_TILES', 'FLOATS', 'TARGETS', 'SHARED_BYTES', 'dot', 'cast', 'fp32_precision',
            'naive_l2norm', 'naive_l2norm_bwd', 'l2norm_cost', 'l2norm_tile', 'l2norm_bwd_tile', 'register',
            'below_autograd', 'straight', 'first_order', 'check_tensor', 'check_device', 'l2norm', 'launcher', 'Case',
-           'Usage', 'aot_all', 'aot', 'for_targets', 'aot_cases', 'assert_async']
+           'Usage', 'operand_hazards', 'aot_all', 'aot', 'for_targets', 'aot_cases', 'assert_async']
 
 # %% ../nbs/03_triton.ipynb #cd6662ea
 import os, pickle, re, subprocess, sys, tempfile
@@ -333,7 +333,7 @@ def _hooked():
     hooks = triton.knobs.runtime
     return hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
 
-# %% ../nbs/03_triton.ipynb #81b6199e
+# %% ../nbs/03_triton.ipynb #a7a74bf1
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024} # the most a program can have
 
@@ -356,8 +356,9 @@ class Usage(NamedTuple):
     registers: int # per thread
     spill: int # bytes per thread
     shared: int # bytes per program
+    hazards: int # registers of running products that are not what they should be, by `operand_hazards`; for sm_90
 
-# %% ../nbs/03_triton.ipynb #73482eac
+# %% ../nbs/03_triton.ipynb #71fb1229
 def _compile(case):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -369,25 +370,56 @@ def _compile(case):
     source = GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource
     source = source(fn, {a: t.partition(":")[0] for a, t in types.items()}, case.constexprs, aligned)
     built = triton.compile(source, GPUTarget(*TARGETS[case.arch]), dict(case.options, num_warps=case.num_warps, num_stages=case.num_stages))
-    return Usage(name, case.arch, *_resources(built), built.metadata.shared)
+    hazards = len(operand_hazards(_machine_code(built, "nvdisasm", "-c"))) if case.arch == "sm_90" else 0
+    return Usage(name, case.arch, *_resources(built), built.metadata.shared, hazards)
 
 def _compile_from_stdin():
     try: out = [_compile(Case(*c)) for c in pickle.load(sys.stdin.buffer)]
     except Exception as e: out = f"{type(e).__name__}: {e}"
     sys.stdout.buffer.write(pickle.dumps(out))
 
-# %% ../nbs/03_triton.ipynb #246173f2
+# %% ../nbs/03_triton.ipynb #ebfd64f6
 def _resources(built):
     if "amdgcn" in built.asm:
         def stated(key): return int(re.search(rf"\.{key}:\s*(\d+)", built.asm["amdgcn"])[1])
         return stated("vgpr_count"), stated("private_segment_fixed_size")
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    use = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", _machine_code(built, "cuobjdump", "-res-usage"))}
+    return use["REG"], use["STACK"] + use["LOCAL"]
+
+def _machine_code(built, tool, option):
+    path = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", tool)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(built.asm["cubin"])
         f.flush()
-        text = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
-    use = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return use["REG"], use["STACK"] + use["LOCAL"]
+        return subprocess.run([path, option, f.name], capture_output=True, text=True, check=True).stdout
+
+# %% ../nbs/03_triton.ipynb #14828710
+_NO_RESULT = set("ST STG STS STL STSM LDGSTS BAR BRA RED SYNCS ISETP FSETP PLOP3 R2UR R2P NOP MEMBAR FENCE DEPBAR WARPGROUP".split())
+
+def operand_hazards(
+    code:str, # of a kernel for sm_90, as `nvdisasm -c` prints it
+) -> list: # of (address, register, instruction)
+    "Registers of a left operand that nothing has written before the product starts, or that something writes before it has ended."
+    found, written, groups, running = [], set(), [], {}
+    for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([^;]*);", code):
+        op, _, rest = text.partition(" ")
+        kind, *kinds = op.split(".")
+        first, *others = (re.match(r"R(\d+)", a.strip()) for a in rest.split(","))
+        if kind == "HGMMA":
+            if left := others and others[0]:
+                registers = [int(left[1]) + n for n in range(4)]
+                found += [(address, n, text) for n in registers if n not in written]
+                running |= dict.fromkeys(registers)
+            written |= {int(first[1]) + n for n in range(int(kinds[0].split("x")[1]) // 2)}
+            if "gsb0" in text: groups, running = [*groups, running], {}
+        elif op.startswith("WARPGROUP.DEPBAR"):
+            groups = groups[-n:] if (n := int(rest.rpartition("x")[2], 16)) else []
+        elif first and kind not in _NO_RESULT:
+            size = 4 if {"128", "4"} & {*kinds} else 2 if {"64", "WIDE", "2"} & {*kinds} or kind == "CS2R" and "32" not in kinds else 1
+            for n in range(int(first[1]), int(first[1]) + size):
+                if any(n in g for g in (*groups, running)): found.append((address, n, text))
+                written.add(n)
+    return found
 
 # %% ../nbs/03_triton.ipynb #737d87e7
 def aot_all(

@@ -341,6 +341,31 @@ def test_every_kernel_compiles_for_every_target(module):
     for case, usage in zip(spread, dt.aot_all(spread)):
         assert usage.shared <= dt.SHARED_BYTES[usage.arch], (case, usage)
         assert usage.arch.startswith("gfx") or usage.spill <= case.spill, (case, usage)
+        assert not usage.hazards, (case, usage)
+
+
+def product(*lines):
+    lines = ["WARPGROUP.ARRIVE", *lines, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "IMAD.MOV.U32 R93, RZ, RZ, R24"]
+    return "\n".join(f"        /*{16 * n:04x}*/                   {line} ;" for n, line in enumerate(lines))
+
+
+OPERAND = "PRMT R92, R95, 0x5410, R92", "CS2R R94, SRZ"
+FIRST = "HGMMA.64x64x16.F32.BF16 R24, R92, gdesc[UR28].tnspB, RZ, !UPT"
+LAST = "@P0 HGMMA.64x64x16.F32.BF16 R24, R92, gdesc[UR28].tnspB, R24, gsb0"
+CONSTANT = "IMAD.MOV.U32 R93, RZ, RZ, 0x3f803f80"
+
+
+@pytest.mark.parametrize("code,registers", [
+    ((*OPERAND, CONSTANT, FIRST, LAST), []),
+    ((*OPERAND, FIRST, CONSTANT, LAST), [93, 93]),  # as CUDA 12.8 has it: not there yet, and then too late
+    ((*OPERAND, CONSTANT, FIRST, LAST, "LDG.E.64 R94, desc[UR8][R2.64]"), [94, 95]),
+    ((*OPERAND, CONSTANT, FIRST, LAST, "STG.E.64 desc[UR8][R2.64], R94"), []),
+    ((*OPERAND, CONSTANT, LAST, "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], gdesc[UR8], R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+      CONSTANT), []),
+    ((*OPERAND, CONSTANT, LAST, LAST, "WARPGROUP.DEPBAR.LE gsb0, 0x1", CONSTANT), [93]),
+])  # fmt: skip
+def test_registers_of_a_running_product(code, registers):
+    assert [n for _, n, _ in dt.operand_hazards(product(*code))] == registers
 
 
 def test_launcher_takes_an_int_where_a_real_number_is_meant(monkeypatch):

@@ -90,6 +90,8 @@ def main() -> int:
               f" {usage.spill:5} B spilled {usage.shared:7} B shared")  # fmt: skip
         if arch in SHARED_LIMIT and usage.spill > job.case.spill:
             failures.append(f"{where}: {usage.kernel} spills {usage.spill} bytes, {job.case.spill} allowed")
+        if usage.hazards:
+            failures.append(f"{where}: {usage.kernel} has {usage.hazards} registers of a running product that are not what they should be")
         if usage.shared > SHARED_LIMIT.get(arch, usage.shared):
             failures.append(f"{where}: {usage.kernel} wants {usage.shared} bytes of shared memory")
     print(*failures, sep="\n", end="\n" if failures else "")
