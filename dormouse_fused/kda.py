@@ -441,22 +441,24 @@ def _fwd_kernels(K, V, kinds, prec, fast, switches, rate, v_first, h0, save, ht)
                     **c["scan_fwd"])
     return chunk, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
 
-# %% ../nbs/11_kda.ipynb #391ca224
+# %% ../nbs/11_kda.ipynb #934a12d4
+def _parts_of(x, dtype): return x if x.dtype is dtype else x.view(dtype)
+
 @lru_cache(4096)
 def _saved(B, T, H, K, V, dtype, prec, fast):
     "Tokens in a chunk, how many chunks, and shapes and dtypes of A and M, their rows of float32, G and the states."
     if fast:
         NT, parts = -(-T // 64), hopper.parts_of(dtype, prec)
-        dtype = torch.bfloat16 if parts > 1 else dtype
-        tile = (B, H, NT, parts, 3072), dtype
-        rows, states = ((B, H, NT, 4, 64), torch.float32), ((B, H, max(NT - 1, 0), parts, V, K), dtype)
-        return 64, NT, tile, tile, rows, ((B, T, H, K), torch.float32), states
+        low = torch.bfloat16 if parts > 1 else dtype
+        tile = (B, H, NT, parts, 3072), low
+        rows, states = ((B, H, NT, 4, 64), torch.float32), ((B, H, max(NT - 1, 0), parts, V, K), low)
+        return 64, NT, tile, ((B, T, H, K), dtype), rows, ((B, T, H, K), torch.float32), states
     C = _config(int(K), int(V), dtype)["C"]
     NT = -(-T // C)
     tile = (B, H, NT, 3 * C * C // 4), dtype
     return C, NT, tile, tile, ((B, H, NT, 3, C), torch.float32), ((0,), torch.float32), ((B, H, max(NT - 1, 0), V, K), dtype)
 
-# %% ../nbs/11_kda.ipynb #e170d101
+# %% ../nbs/11_kda.ipynb #0fb8b01c
 def _fwd(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     q, k, v, g, b, w, A_log, dt_bias, h0 = map(_dense, (q, k, v, g, b, w, A_log, dt_bias, h0))
     (B, T, H, K), V = q.shape, v.shape[-1]
@@ -469,13 +471,14 @@ def _fwd(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_state,
     o, low = torch.empty_like(v), lower or 0.0
     ht = q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=torch.float32)
     A, M, vec, G, h = (q.new_empty(shape if save or n < 4 else (0,), dtype=dtype) for n, (shape, dtype) in enumerate(saved))
+    m = _parts_of(M, A.dtype)
     if T == 0 and output_final_state: ht.copy_(h0) if h0 is not None else ht.zero_()
     if o.numel():
         x = (q, k, v, G, b, w) if fast else (q, k, v, g, b, w, A_log, dt_bias)
-        x += A, M, vec, h0, o, h, ht, scale, *(() if fast else (low,)), T, H, NT
+        x += A, m, vec, h0, o, h, ht, scale, *(() if fast else (low,)), T, H, NT
         if scan.prepare(*x) and save:
             _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, T, NT, l2norm, gate, sigmoid, neg, v_first)
-        chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, M, *((G,) if fast else ()), vec, scale, low, T, H, NT)
+        chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, m, *((G,) if fast else ()), vec, scale, low, T, H, NT)
         scan(B * H * blocks, *x)
     return o, ht, *((A, M, vec, G) if save else (x.new_empty(0) for x in (A, M, vec, G))), h
 
@@ -668,7 +671,7 @@ def _bwd_kernels(K, V, kinds, prec, parts, switches, rate, v_first, h0, dht, dh0
     chunk = launcher(_kda_chunk_bwd_kernel, True, **tile, **dict(rate), HAS_H0=h0, LEVELS=c["C"].bit_length() - 1, **c["chunk_bwd"])
     return c["C"], scan, [chunk], triton.cdiv(V, c["scan_bwd"]["BV"])
 
-# %% ../nbs/11_kda.ipynb #bbd405a4
+# %% ../nbs/11_kda.ipynb #ca631f8f
 def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0,
          spend):
     do, q, k, v, g, b, w, A_log, dt_bias, dht, h0 = map(_dense, (do, q, k, v, g, b, w, A_log, dt_bias, dht, h0))
@@ -678,8 +681,9 @@ def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, 
     C, scan, chunks, blocks = _bwd_kernels(K, V, _kinds(q, g, b, w, A_log, dt_bias, dht, h0), fp32_precision(q.dtype), parts, switches,
                                            rate, v_first, h0 is not None, dht is not None, want_dh0)
     NT, low = -(-T // C), lower or 0.0
-    dq, dk, dv, db = map(torch.empty_like, (q, k, v, b))
-    dg = G if spend and G.shape == g.shape and G.dtype is g.dtype else torch.empty_like(g)
+    dq, dv, db = map(torch.empty_like, (q, v, b))
+    dk = M if spend and parts else torch.empty_like(k)
+    dg = G if spend and parts and g.dtype is torch.float32 else torch.empty_like(g)
     dw = q.new_empty(0) if w is None else torch.empty_like(w)
     dh0 = q.new_empty(h0.shape if want_dh0 else (0,), dtype=torch.float32)
     dgate = q.new_empty((B, NT, H * (K + 1)) if gate else (0,), dtype=torch.float32)
@@ -687,28 +691,28 @@ def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, 
     if dv.numel():
         if parts: ds = dq.view(h.dtype),
         else: ds = (dq, dk) if _ds_home(V, C) else (q.new_empty(B, H, NT - 1, V, K), None)
-        if parts: scan(B * H, q, k, do, G, b, A, M, vec, dht, *ds, dv, dh0, scale, T, H, NT)
+        if parts: scan(B * H, q, k, do, G, b, A, _parts_of(M, h.dtype), vec, dht, *ds, dv, dh0, scale, T, H, NT)
         else: scan(B * H * blocks, q, k, do, g, b, A_log, dt_bias, A, M, vec, dht, *ds, dv, dh0, scale, low, T, H, NT)
         for chunk in chunks:
             chunk(B * H * NT, q, k, v, g, b, w, A_log, dt_bias, A, *((G,) if parts else ()), vec, h0, h, do, dht, *ds, dq, dk, dv, dg, db,
                   dw, dgate, scale, low, T, H, NT)
     return dq, dk, dv, dg, db, dw, dgate.sum((0, 1)) if gate else dgate, dh0
 
-# %% ../nbs/11_kda.ipynb #9a4ad5bb
+# %% ../nbs/11_kda.ipynb #87ca40e2
 def _bwd_apart(*args): return _bwd(*args[:-1], False)  # an operator's results are not its arguments' memory
 
-def _sums_again(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0):
-    "G, once its memory has become that of an earlier dg; the launch makes A, M and the row vectors again, bit for bit."
+def _again(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0):
+    "M and G, once an earlier backward has had their memory; the launch makes A and the row vectors again, bit for bit."
     q, k, g, b, A_log, dt_bias = map(_dense, (q, k, g, b, A_log, dt_bias))
-    (B, T, H, K), V, G = q.shape, v.shape[-1], torch.empty_like(G)
+    (B, T, H, K), V, M, G = q.shape, v.shape[-1], torch.empty_like(M), torch.empty_like(G)
     switches, rate = _how(w, A_log, dt_bias, lower, l2norm, gate, sigmoid, neg)
     chunk, *_ = _fwd_kernels(K, V, _kinds(q, g, b, w, A_log, dt_bias, h0), fp32_precision(q.dtype), True, switches, rate, v_first,
                              h0 is not None, True, False)
     NT = -(-T // 64)
-    if G.numel(): chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, M, G, vec, scale, lower or 0.0, T, H, NT)
-    return G
+    if G.numel(): chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, _parts_of(M, A.dtype), G, vec, scale, lower or 0.0, T, H, NT)
+    return M, G
 
-# %% ../nbs/11_kda.ipynb #d7fa006a
+# %% ../nbs/11_kda.ipynb #4c3e9722
 def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, T, NT, l2norm, gate, sigmoid, neg, v_first):
     K, V, H, low = q.shape[-1], v.shape[-1], q.shape[2], lower or 0.0
     parts = A.shape[3] if A.dim() == 5 else 0
@@ -717,7 +721,7 @@ def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, l
                                       h0 is not None)
     ds = (q.view(h.dtype),) if parts else (q, k) if _ds_home(V, C) else (q, None)
     dw = q if w is None else w
-    if parts: scan.prepare(q, k, v, G, b, A, M, vec, None, *ds, v, vec, scale, T, H, NT)
+    if parts: scan.prepare(q, k, v, G, b, A, _parts_of(M, h.dtype), vec, None, *ds, v, vec, scale, T, H, NT)
     else: scan.prepare(q, k, v, g, b, A_log, dt_bias, A, M, vec, None, *ds, v, vec, scale, low, T, H, NT)
     for chunk in chunks:
         chunk.prepare(q, k, v, g, b, w, A_log, dt_bias, A, *((G,) if parts else ()), vec, h0, h, v, None, *ds, q, k, v, g, b, dw, vec, scale,
@@ -748,7 +752,7 @@ _bwd_op = register(f"kda_bwd(Tensor do, Tensor? dht, {_IN}, Tensor A, Tensor M, 
                    f" bool want_dh0, bool spend) -> ({', '.join(['Tensor'] * 8)})", _bwd_apart, _bwd_fake)
 _fwd_call, _bwd_call = straight(_fwd_op, _fwd), straight(_bwd_op, _bwd)
 
-# %% ../nbs/11_kda.ipynb #a0d98a22
+# %% ../nbs/11_kda.ipynb #67d1fbcf
 class _KDA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
@@ -765,9 +769,9 @@ class _KDA(torch.autograd.Function):
     def backward(ctx, do, dht):
         *x, A, M, vec, G, h = ctx.saved_tensors
         if do is None: do = torch.zeros_like(x[2])  # only the final state was used
-        if ctx.spent: G = _sums_again(*x, A, M, vec, G, h, *ctx.options)
+        if ctx.spent: M, G = _again(*x, A, M, vec, G, h, *ctx.options)
         *grads, dgate, dh0 = _bwd_call(do, dht, *x, A, M, vec, G, h, *ctx.options, True)
-        ctx.spent = ctx.spent or grads[3] is G
+        ctx.spent = ctx.spent or grads[1] is M
         grads, wants = [d if need else None for d, need in zip(grads, ctx.needs_input_grad)], ctx.needs_input_grad[6:9]
         if not any(wants): return *grads, *[None] * 11
         HK = dgate.numel() // (x[0].shape[-1] + 1) * x[0].shape[-1]

@@ -197,7 +197,7 @@ def _put_row_vectors(x_s, y, vec, r_s, i_c, i_bh, T, NT, PER_CHANNEL: gl.constex
     gl.store(p + 2 * C, y)
     barrier()
 
-# %% ../nbs/06_kda_hopper.ipynb #325125ce
+# %% ../nbs/06_kda_hopper.ipynb #ce39f126
 @gluon.jit
 def _batch_index(P: gl.constexpr):
     """Row and column in [4, 16, 16]."""
@@ -246,16 +246,24 @@ def _inverse(L, s_, dt: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
         barrier()
     return X
 
+# %% ../nbs/06_kda_hopper.ipynb #0fae591d
+@gluon.jit
+def _score_rows(M, n, part: gl.constexpr, i_b, i_h, T, H, L: gl.constexpr, PARTS: gl.constexpr):
+    """Pointers and mask of a part of M of chunk n: in the rows of dk, as dS' is in those of dq, without its empty quarter."""
+    p, _ = _home(M, n, part, i_b, i_h, T, H, L, PARTS)
+    i, j = tile_index(L)
+    return p, ((i >= C // 2) | (j < C // 2)) & (n * C + i < T) & (n >= 0)
+
 @gluon.jit
 def _put_solved(A, n, x, dt: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
-    """A tile of A - I or M, without its empty quarter."""
+    """A tile of A - I, without its empty quarter."""
     L: gl.constexpr = tile_layout(dt, W)
     p, m = _solved(A, n * PARTS, L)
     y = parts(x, dt, PARTS)
     for part in gl.static_range(PARTS):
         gl.store(p + part * (3 * C * C // 4), gl.convert_layout(y[part], L), mask=m)
 
-# %% ../nbs/06_kda_hopper.ipynb #568ee082
+# %% ../nbs/06_kda_hopper.ipynb #b1005567
 @gluon.jit
 def _whole(x):
     """The nearest whole number: float32 has no digits behind the point above 2^23."""
@@ -277,11 +285,16 @@ def _score(x, t_s, dt: gl.constexpr, PARTS: gl.constexpr, KP: gl.constexpr, at: 
     return y
 
 @gluon.jit
-def _put_scores(M, n, S, d, scale, dt: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
+def _put_scores(M, S, d, scale, i_c, i_b, i_h, T, H, dt: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """M of (1) to memory, from what lies below its diagonal."""
+    L: gl.constexpr = tile_layout(dt, W)
     i, j = tile_index(product_layout(W))
-    _put_solved(M, n, scale * gl.where(i == j, d[:, None], gl.where(i > j, S, 0.0)), dt, PARTS, W)
+    x = parts(scale * gl.where(i == j, d[:, None], gl.where(i > j, S, 0.0)), dt, PARTS)
+    for part in gl.static_range(PARTS):
+        p, m = _score_rows(M, i_c, part, i_b, i_h, T, H, L, PARTS)
+        gl.store(p, gl.convert_layout(x[part], L), mask=m)
 
+# %% ../nbs/06_kda_hopper.ipynb #abb6c8e9
 @gluon.jit
 def _scores_by_anchor(t_s, x_s, r_s, total_s, M, G, n, d, xk, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
                       USE_L2: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
@@ -302,7 +315,7 @@ def _scores_by_anchor(t_s, x_s, r_s, total_s, M, G, n, d, xk, b, scale, i_c, i_b
     S = _score(x, t_s, dt, KP, KP, K0, LHS, W)
     x = xk * _erasing(b, r_s, i_c, i_b, i_h, T, H, NT, ACC, PER_CHANNEL) * f
     L = _score(x, t_s, dt, PARTS, KP, K0, LHS, W)
-    _put_scores(M, i_bh * NT + i_c, mma_wait(S, KP + PARTS - 1, 1), d, scale, dt, PARTS, W)
+    _put_scores(M, mma_wait(S, KP + PARTS - 1, 1), d, scale, i_c, i_b, i_h, T, H, dt, PARTS, W)
     return gl.where(i > j, mma_wait(L, 0, 1), 0.0)
 
 @gluon.jit
@@ -340,7 +353,7 @@ def _scores_by_levels(t_s, x_s, r_s, M, G, n, d, b, scale, i_c, i_b, i_h, i_bh, 
             L = L + gl.where(_pairs(i, j, s), mma_wait(y, 0, 1), 0.0)
             barrier()
         if not erase:
-            _put_scores(M, i_bh * NT + i_c, L, d, scale, dt, PARTS, W)
+            _put_scores(M, L, d, scale, i_c, i_b, i_h, T, H, dt, PARTS, W)
     return L
 
 # %% ../nbs/06_kda_hopper.ipynb #bdb89f0b
@@ -396,10 +409,10 @@ def _hopper_kda_chunk_fwd_kernel(q, k, g, b, A_log, dt_bias, A, M, G, vec, scale
     X = _inverse(L, t_s, dt, PARTS, W)
     _put_solved(A, i_bh * NT + i_c, gl.where(i == j, 0.0, X), dt, PARTS, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #e60d5843
+# %% ../nbs/06_kda_hopper.ipynb #98fbd5e5
 @gluon.jit
 def _copy_solved(s, A, st, n, L: gl.constexpr, PARTS: gl.constexpr):
-    """Starts the copies of tile n of A - I or M."""
+    """Starts the copies of tile n of A - I."""
     p, m = _solved(A, n * PARTS, L)
     for part in gl.static_range(PARTS):
         async_copy.async_copy_global_to_shared(s.index(st * PARTS + part), p + part * (3 * C * C // 4), mask=m)
@@ -423,7 +436,7 @@ def _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, c, i_b, i_h, i_bh, T,
     async_copy.async_copy_global_to_shared(r_s, vec + (i_bh * NT + c) * (4 * C) + o, mask=(o < 4 * C) & (c >= 0) & (c < NT))
     async_copy.commit_group()
 
-# %% ../nbs/06_kda_hopper.ipynb #09d500a1
+# %% ../nbs/06_kda_hopper.ipynb #b58650fd
 @gluon.jit
 def _scan_load(q, k, x, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, m_s, d_s, raw_s, sums_s, r_s, full, empty, scale,
                i_b, i_h, i_bh, T, H, NT, REVERSE: gl.constexpr, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, PARTS: gl.constexpr,
@@ -447,7 +460,9 @@ def _scan_load(q, k, x, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, m_s, d_s, r
         mbarrier.wait(empty.index(st), n // STAGES % 2 ^ 1)
         _copy_solved(a_s, A, st, i_bh * NT + c, Lh, PARTS)
         if REVERSE:
-            _copy_solved(m_s, M, st, i_bh * NT + c, Lh, PARTS)
+            for part in gl.static_range(PARTS):
+                p, m = _score_rows(M, c, part, i_b, i_h, T, H, Lh, PARTS)
+                async_copy.async_copy_global_to_shared(m_s.index(st * PARTS + part), p, mask=m)
         async_copy.commit_group()
         if PARTS > 1:
             xk, xG = rk, rG
@@ -529,16 +544,16 @@ def _fwd_chain(k_s, e_s, x_s, a_s, d_s, S_s, R_s, full, empty, s_full, s_empty, 
     if SAVE_HT:
         gl.store(ht + i_bh * C * C + _state(ACC, V_FIRST), S)
 
-# %% ../nbs/06_kda_hopper.ipynb #1ff937b9
+# %% ../nbs/06_kda_hopper.ipynb #3531990b
 @gluon.jit
-def _scores(M, n, NT, i_bh, PARTS: gl.constexpr):
+def _scores(M, n, i_b, i_h, T, H, PARTS: gl.constexpr):
     """M of chunk n as left operand in registers."""
     LHS: gl.constexpr = gl.DotOperandLayout(0, product_layout(), 2)
-    p, m = _solved(M, (i_bh * NT + n) * PARTS, LHS)
+    p, m = _score_rows(M, n, 0, i_b, i_h, T, H, LHS, PARTS)
     if PARTS == 1:
-        return (gl.load(p, mask=m & (n < NT), other=0.0),)
+        return (gl.load(p, mask=m, other=0.0),)
     else:
-        return gl.load(p, mask=m & (n < NT), other=0.0), gl.load(p + 3 * C * C // 4, mask=m & (n < NT), other=0.0)
+        return gl.load(p, mask=m, other=0.0), gl.load(p + C, mask=m, other=0.0)
 
 @gluon.jit
 def _fwd_out(M, q_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, o, h, i_b, i_h, i_bh, T, H, NT,
@@ -554,7 +569,7 @@ def _fwd_out(M, q_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, o,
     for c in range(NT):
         st, sb, ph = c % STAGES, c % NB, c // NB % 2
         at = st * PARTS
-        m = _scores(M, c, NT, i_bh, PARTS)
+        m = _scores(M, c, i_b, i_h, T, H, PARTS)
         mbarrier.wait(full.index(st), c // STAGES % 2)
         fence_async_shared()
         mbarrier.wait(s_full.index(sb), ph)
@@ -1174,14 +1189,14 @@ def chunk_bwd(kinds, parts, per_channel, l2norm, gate, bounded, has_a, bias, sig
     return launcher(_hopper_kda_chunk_bwd_kernel, True, **_gates(per_channel, l2norm, gate, bounded, has_a, bias), USE_SIGMOID=sigmoid,
                     NEG=neg, V_FIRST=v_first, HAS_H0=h0, HAS_DHT=dht, LEVELS=levels, PARTS=parts, **PLANS[parts][3], **_EARLY)
 
-# %% ../nbs/06_kda_hopper.ipynb #b5796eff
+# %% ../nbs/06_kda_hopper.ipynb #1b502b8d
 _WIDE = dict.fromkeys("g G dg vec h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32")
 _WIDE |= dict(scale="fp32", lower="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
 _SWITCHES = "PER_CHANNEL USE_L2 USE_GATE BOUNDED HAS_A HAS_BIAS USE_SIGMOID NEG V_FIRST HAS_H0 SAVE_HT HAS_DHT SAVE_DH0".split()
 _SPILLS = {  # (dtype, PARTS, everything): bytes per thread, for each kernel; the last for one anchor and for levels
     ("bf16", 1, False): (0, 64, 0, 624, 528), ("bf16", 1, True): (16, 64, 0, 832, 624), ("fp16", 1, False): (0, 64, 0, 480, 464),
-    ("fp32", 2, False): (32, 208, 0, 1008, 1472), ("fp32", 2, True): (144, 336, 0, 1040, 1632),
+    ("fp32", 2, False): (32, 224, 0, 1008, 1472), ("fp32", 2, True): (144, 336, 0, 1040, 1632),
 }
 
 def _case(kernel, dtype, parts, everything, levels, plan, spill):

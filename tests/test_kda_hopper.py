@@ -101,7 +101,7 @@ class Kernels:
         self.on = hopper._gates(self.per, l2norm, raw, bool(lower), raw, raw) | dict(PARTS=parts)
         self.beta = dict(USE_SIGMOID=sigmoid, NEG=neg)
         BH = self.B, self.H
-        self.A, self.M = (torch.full((*BH, self.NT, parts, 3072), NAN, dtype=self.low) for _ in range(2))
+        self.A = torch.full((*BH, self.NT, parts, 3072), NAN, dtype=self.low)
         self.vec = torch.full((*BH, self.NT, 4, 64), NAN)
         self.h = torch.full((*BH, self.NT - 1, parts, 64, 64), NAN, dtype=self.low)
         self.o, self.ht, self.dh0 = (
@@ -110,7 +110,7 @@ class Kernels:
             torch.full((*BH, 64, 64), NAN),
         )
         self.new = {n: torch.full_like(x[n], NAN) for n in "qkvgbw" if n in x}
-        self.G = self.new["g"]  # dg takes the place of G
+        self.G, self.M = self.new["g"], self.new["k"].view(self.low)  # dg and dk take their places
         self.dgate = torch.full((self.B, self.NT, 65 * self.H), NAN)
 
     def states(self, name):
