@@ -13,7 +13,7 @@ import torch
 from . import gated_delta_hopper
 from .triton import Case, launcher
 
-# %% ../nbs/06_kda_hopper.ipynb #ddd06371
+# %% ../nbs/06_kda_hopper.ipynb #410ba86b
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra import libdevice
 
 from .gated_delta_hopper import _copy, _first_state, _get, _home, _place, _solved, _state, _store_rows, _tiles, _vectors, parts_of
-from .gluon import (C, announce, await_last_kernel, barrier, barriers, cut, interpret, launch_dependents, mma,
+from .gluon import (C, again, announce, await_last_kernel, barrier, barriers, cut, interpret, launch_dependents, mma,
     mma_registers, mma_wait, nearest, operand, operand_of, parts, product_layout, put, put_parts, signal,
     take, tile_index, tile_layout, times_power, token_rows)
 
@@ -757,6 +757,28 @@ def _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CH
             _copy_tile(x[0].index(n), x[1 + n], i_b, i_h, i_c, T, H, L)
     async_copy.commit_group()
 
+# %% ../nbs/06_kda_hopper.ipynb #bb90d7c6
+@gluon.jit
+def _total(vec, i_c, i_bh, NT, L: gl.constexpr):
+    """What the chunk's channels lose, read anew each time."""
+    n = again((i_bh * NT + i_c).to(gl.int32)).to(gl.int64)
+    return gl.load(vec + n * (4 * C) + 3 * C + gl.arange(0, C, L))
+
+@gluon.jit
+def _read_again(sums, G, i_c, i_b, i_h, T, H, NT, L: gl.constexpr, PARTS: gl.constexpr):
+    """G's tile; in two parts there are no registers to keep it in."""
+    if PARTS > 1:
+        sums = _get(G, again(i_c), i_b, i_h, T, H, NT, L)
+    return sums
+
+@gluon.jit
+def _anchor(vec, i_c, i_bh, NT, L: gl.constexpr, LEVELS: gl.constexpr):
+    """The chunk's anchor by channel."""
+    if LEVELS:
+        return gl.zeros([C], gl.float32, L)
+    else:
+        return _whole(0.5 * _total(vec, i_c, i_bh, NT, L))
+
 # %% ../nbs/06_kda_hopper.ipynb #aba3b2c4
 @gluon.jit
 def _scale_state(t_s, place: gl.constexpr, f, PARTS: gl.constexpr, W: gl.constexpr):
@@ -1054,7 +1076,7 @@ def _sum_rows(y, m, t_s, place: gl.constexpr, PARTS: gl.constexpr, W: gl.constex
     y = mma_registers(y, (m,), t_s, False, 1, False, place * PARTS)
     return mma_registers(y, (m,), t_s, False, 1, False, place * PARTS + 1)
 
-# %% ../nbs/06_kda_hopper.ipynb #c2e7afb5
+# %% ../nbs/06_kda_hopper.ipynb #4fb31705
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
                                  scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
@@ -1071,7 +1093,7 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
     i, j = tile_index(ACC)
     i_c, i_bh, i_b, i_h = _place(gl.num_programs(0) // NT, H)
     await_last_kernel()
-    total = gl.load(vec + (i_bh * NT + i_c) * (4 * C) + 3 * C + gl.arange(0, C, cols))
+    total = _total(vec, i_c, i_bh, NT, cols)
     if dt != gl.float16:
         if (gl.min(total, 0) < -160.0) != LEVELS:
             return
@@ -1081,9 +1103,7 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
         last_s = _vectors(1, 1).index(0)
     sums = _get(G, i_c, i_b, i_h, T, H, NT, ACC)
     _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CHANNEL, PARTS, W)
-    a = 0.0 * total
-    if not LEVELS:
-        a = _whole(0.5 * total)
+    a = _anchor(vec, i_c, i_bh, NT, cols, LEVELS)
     if PARTS > 1:
         put(t_s, _get(do, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _O * PARTS)
         put(t_s, _get(dv, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _P * PARTS)
@@ -1092,6 +1112,7 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
     last = _bring_states(t_s, h0, dht, a, libdevice.exp2(total - 2.0 * a), i_c, i_bh, NT, V_FIRST, HAS_H0, HAS_DHT, PARTS, W)
     if PARTS == 1:
         last_s.store(last)  # float32 has room for it in registers alone
+    a = _anchor(vec, i_c, i_bh, NT, cols, LEVELS)
     _solve(t_s, x, vec, libdevice.exp2(sums - a[None, :]), i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
     dm, dbeta, gq, ge = _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, PARTS, W)
     if LEVELS:
@@ -1103,6 +1124,8 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
         gq, ge, dG = _readers_by_levels(t_s, x, gq, ge, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL,
                                         USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
     else:
+        a = _anchor(vec, i_c, i_bh, NT, cols, LEVELS)
+        sums = _read_again(sums, G, i_c, i_b, i_h, T, H, NT, ACC, PARTS)
         gq, ge, dG = _readers_by_anchor(t_s, x, gq, ge, sums, a, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2, PARTS, W)
     xq = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
     xk = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
@@ -1118,11 +1141,15 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
         z, dG = _keys_by_levels(t_s, x, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, USE_GATE,
                             BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
     else:
+        a = _anchor(vec, i_c, i_bh, NT, cols, LEVELS)
+        sums = _read_again(sums, G, i_c, i_b, i_h, T, H, NT, ACC, PARTS)
         z, y = _keys_by_anchor(t_s, libdevice.exp2(a[None, :] - sums), PARTS, W)
         dG -= y
     gk += z
     z = _times_R(zero, t_s, t_s, False, PARTS, _D * PARTS)
-    z = libdevice.exp2((total - a)[None, :] - sums) * mma_wait(z, 0, PARTS)  # (7): t
+    a = _total(vec, i_c, i_bh, NT, cols) - _anchor(vec, i_c, i_bh, NT, cols, LEVELS)
+    sums = _read_again(sums, G, i_c, i_b, i_h, T, H, NT, ACC, PARTS)
+    z = libdevice.exp2(a[None, :] - sums) * mma_wait(z, 0, PARTS)  # (7): t
     tau = xk * z
     _put_token_rows(dk, _unit_gradient(gk + z, xk, vec, i_c, i_bh, NT, 1, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
     barrier()
@@ -1189,14 +1216,14 @@ def chunk_bwd(kinds, parts, per_channel, l2norm, gate, bounded, has_a, bias, sig
     return launcher(_hopper_kda_chunk_bwd_kernel, True, **_gates(per_channel, l2norm, gate, bounded, has_a, bias), USE_SIGMOID=sigmoid,
                     NEG=neg, V_FIRST=v_first, HAS_H0=h0, HAS_DHT=dht, LEVELS=levels, PARTS=parts, **PLANS[parts][3], **_EARLY)
 
-# %% ../nbs/06_kda_hopper.ipynb #1b502b8d
+# %% ../nbs/06_kda_hopper.ipynb #65be5df2
 _WIDE = dict.fromkeys("g G dg vec h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32")
 _WIDE |= dict(scale="fp32", lower="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
 _SWITCHES = "PER_CHANNEL USE_L2 USE_GATE BOUNDED HAS_A HAS_BIAS USE_SIGMOID NEG V_FIRST HAS_H0 SAVE_HT HAS_DHT SAVE_DH0".split()
 _SPILLS = {  # (dtype, PARTS, everything): bytes per thread, for each kernel; the last for one anchor and for levels
-    ("bf16", 1, False): (0, 64, 0, 624, 528), ("bf16", 1, True): (16, 64, 0, 832, 624), ("fp16", 1, False): (0, 64, 0, 480, 464),
-    ("fp32", 2, False): (32, 224, 0, 1008, 1472), ("fp32", 2, True): (144, 336, 0, 1040, 1632),
+    ("bf16", 1, False): (0, 64, 0, 160, 464), ("bf16", 1, True): (16, 64, 0, 416, 560), ("fp16", 1, False): (0, 64, 0, 488, 432),
+    ("fp32", 2, False): (32, 224, 0, 336, 1312), ("fp32", 2, True): (144, 336, 0, 704, 1664),
 }
 
 def _case(kernel, dtype, parts, everything, levels, plan, spill):
