@@ -1007,7 +1007,7 @@ def _keys_by_levels(t_s, x, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_
         barrier()
     return z, dG
 
-# %% ../nbs/06_kda_hopper.ipynb #a473e69a
+# %% ../nbs/06_kda_hopper.ipynb #4eb4ec01
 @gluon.jit
 def _unit_gradient(x, y, vec, i_c, i_bh, NT, row: gl.constexpr, USE_L2: gl.constexpr, L: gl.constexpr):
     """The gradient x by unit rows y, of length 1 / r before."""
@@ -1076,7 +1076,22 @@ def _sum_rows(y, m, t_s, place: gl.constexpr, PARTS: gl.constexpr, W: gl.constex
     y = mma_registers(y, (m,), t_s, False, 1, False, place * PARTS)
     return mma_registers(y, (m,), t_s, False, 1, False, place * PARTS + 1)
 
-# %% ../nbs/06_kda_hopper.ipynb #4fb31705
+@gluon.jit
+def _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE: gl.constexpr,
+                         BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
+    """(9), and what the gate makes of it."""
+    barrier()
+    _put_sums(t_s, dG, _E, PARTS)
+    _put_sums(t_s, tau, _A, PARTS)
+    fence_async_shared()
+    barrier()
+    dx = gl.zeros([C, C], gl.float32, product_layout(W)) + last[None, :]
+    dx = _sum_rows(dx, _triangle(False, T, W), t_s, _E, PARTS, W)
+    dx = mma_wait(_sum_rows(dx, _triangle(True, T, W), t_s, _A, PARTS, W), 0, 1)
+    dx = _gate_gradients(dx, g, A_log, dt_bias, lower, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, W)
+    _put_token_rows(dg, dx, i_c, i_b, i_h, T, H, W)
+
+# %% ../nbs/06_kda_hopper.ipynb #66a0ce07
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
                                  scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
@@ -1152,16 +1167,10 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
     z = libdevice.exp2(a[None, :] - sums) * mma_wait(z, 0, PARTS)  # (7): t
     tau = xk * z
     _put_token_rows(dk, _unit_gradient(gk + z, xk, vec, i_c, i_bh, NT, 1, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
-    barrier()
-    _put_sums(t_s, dG, _E, PARTS)
-    _put_sums(t_s, tau, _A, PARTS)
-    fence_async_shared()
-    barrier()
-    dx = zero + (last_s.load(cols) if PARTS == 1 else last)[None, :]
-    dx = _sum_rows(dx, _triangle(False, T, W), t_s, _E, PARTS, W)
-    dx = mma_wait(_sum_rows(dx, _triangle(True, T, W), t_s, _A, PARTS, W), 0, 1)
-    dx = _gate_gradients(dx, g, A_log, dt_bias, lower, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, W)
-    _put_token_rows(dg, dx, i_c, i_b, i_h, T, H, W)
+    if PARTS == 1:
+        last = last_s.load(cols)
+    _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A,
+                         HAS_BIAS, PARTS, W)
 
 # %% ../nbs/06_kda_hopper.ipynb #f8277834
 PLANS = {  # PARTS -> plans of A and M, the forward scan, the backward scan and the chunks' gradients
@@ -1216,13 +1225,13 @@ def chunk_bwd(kinds, parts, per_channel, l2norm, gate, bounded, has_a, bias, sig
     return launcher(_hopper_kda_chunk_bwd_kernel, True, **_gates(per_channel, l2norm, gate, bounded, has_a, bias), USE_SIGMOID=sigmoid,
                     NEG=neg, V_FIRST=v_first, HAS_H0=h0, HAS_DHT=dht, LEVELS=levels, PARTS=parts, **PLANS[parts][3], **_EARLY)
 
-# %% ../nbs/06_kda_hopper.ipynb #65be5df2
+# %% ../nbs/06_kda_hopper.ipynb #66694a07
 _WIDE = dict.fromkeys("g G dg vec h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32")
 _WIDE |= dict(scale="fp32", lower="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
 _SWITCHES = "PER_CHANNEL USE_L2 USE_GATE BOUNDED HAS_A HAS_BIAS USE_SIGMOID NEG V_FIRST HAS_H0 SAVE_HT HAS_DHT SAVE_DH0".split()
 _SPILLS = {  # (dtype, PARTS, everything): bytes per thread, for each kernel; the last for one anchor and for levels
-    ("bf16", 1, False): (0, 64, 0, 160, 464), ("bf16", 1, True): (16, 64, 0, 416, 560), ("fp16", 1, False): (0, 64, 0, 488, 432),
+    ("bf16", 1, False): (0, 64, 0, 192, 464), ("bf16", 1, True): (16, 64, 0, 416, 560), ("fp16", 1, False): (0, 64, 0, 488, 432),
     ("fp32", 2, False): (32, 224, 0, 336, 1312), ("fp32", 2, True): (144, 336, 0, 704, 1664),
 }
 
