@@ -712,7 +712,7 @@ def _again(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, 
     if G.numel(): chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, _parts_of(M, A.dtype), G, vec, scale, lower or 0.0, T, H, NT)
     return M, G
 
-# %% ../nbs/11_kda.ipynb #4c3e9722
+# %% ../nbs/11_kda.ipynb #9a3a7e24
 def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, T, NT, l2norm, gate, sigmoid, neg, v_first):
     K, V, H, low = q.shape[-1], v.shape[-1], q.shape[2], lower or 0.0
     parts = A.shape[3] if A.dim() == 5 else 0
@@ -724,8 +724,8 @@ def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, l
     if parts: scan.prepare(q, k, v, G, b, A, _parts_of(M, h.dtype), vec, None, *ds, v, vec, scale, T, H, NT)
     else: scan.prepare(q, k, v, g, b, A_log, dt_bias, A, M, vec, None, *ds, v, vec, scale, low, T, H, NT)
     for chunk in chunks:
-        chunk.prepare(q, k, v, g, b, w, A_log, dt_bias, A, *((G,) if parts else ()), vec, h0, h, v, None, *ds, q, k, v, g, b, dw, vec, scale,
-                      low, T, H, NT)
+        chunk.prepare(q, k, v, g, b, w, A_log, dt_bias, A, *((G,) if parts else ()), vec, h0, h, v, None, *ds, q, k, v, g, b, dw, vec,
+                      scale, low, T, H, NT)
 
 # %% ../nbs/11_kda.ipynb #ada3499b
 def _fwd_fake(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):

@@ -13,14 +13,15 @@ import torch
 from . import gated_delta_hopper
 from .triton import Case, launcher
 
-# %% ../nbs/06_kda_hopper.ipynb #410ba86b
+# %% ../nbs/06_kda_hopper.ipynb #57f808ff
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra import libdevice
 
-from .gated_delta_hopper import _copy, _first_state, _get, _home, _place, _solved, _state, _store_rows, _tiles, _vectors, parts_of
+from dormouse_fused.gated_delta_hopper import (_copy, _first_state, _get, _home, _place, _solved, _state, _store_rows, _tiles,
+    _vectors, parts_of)
 from .gluon import (C, again, announce, await_last_kernel, barrier, barriers, cut, interpret, launch_dependents, mma,
     mma_registers, mma_wait, nearest, operand, operand_of, parts, product_layout, put, put_parts, signal,
     take, tile_index, tile_layout, times_power, token_rows)
@@ -1172,10 +1173,10 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
     _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A,
                          HAS_BIAS, PARTS, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #f8277834
+# %% ../nbs/06_kda_hopper.ipynb #414b8860
 PLANS = {  # PARTS -> plans of A and M, the forward scan, the backward scan and the chunks' gradients
-    1: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8), dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8),
-        dict(W=4, num_warps=4)),
+    1: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8),
+        dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8), dict(W=4, num_warps=4)),
     2: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, NB=1, OUT=96, LOAD=136, LW=8),
         dict(STAGES=2, NB=1, OUT=72, LOAD=152, LW=8), dict(W=4, num_warps=4)),
 }
