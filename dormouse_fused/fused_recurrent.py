@@ -6,13 +6,13 @@
 __all__ = ['naive_fused_recurrent', 'fused_recurrent_cost', 'fused_recurrent_gated_delta_rule', 'fused_recurrent_kda',
            'fused_recurrent_gdn2', 'aot_cases']
 
-# %% ../nbs/13_fused_recurrent.ipynb #73f22ddd
+# %% ../nbs/13_fused_recurrent.ipynb #11e454d8
 from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from .machine import Cost, tensor_bytes
-from .triton import FLOATS, Case, cast, check_device, check_tensor, launcher, register, straight
+from .triton import FLOATS, Case, cast, check_device, check_tensor, launcher, register, remembered, straight
 import triton
 import triton.language as tl
 
@@ -171,18 +171,9 @@ _op = register("fused_recurrent(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor?
                " bool sigmoid, bool neg, bool v_first) -> (Tensor, Tensor)", _fwd, _fwd_fake)
 _call = straight(_op, _fwd)
 
-# %% ../nbs/13_fused_recurrent.ipynb #e1f7e679
-_FIT = set()
-
-def _check(*args):
-    "Raise unless tensors fit each other; what once did, by shape, dtype and device, is remembered."
-    if torch.compiler.is_compiling(): return _check_all(*args)
-    known = tuple([(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x if type(x) is bool else type(x) for x in args])
-    if known in _FIT: return
-    _check_all(*args)
-    if len(_FIT) < 10_000: _FIT.add(known)
-
-def _check_all(per_channel, v_first, q, k, v, g, gk, beta, b, w, A_log, dt_bias, h0):
+# %% ../nbs/13_fused_recurrent.ipynb #48b795f8
+@remembered
+def _check(per_channel, v_first, q, k, v, g, gk, beta, b, w, A_log, dt_bias, h0):
     check_tensor("q", q, ("B", "T", "H", "K"), FLOATS)
     check_device("q", q)
     (B, T, H, K), dtype, device = q.shape, q.dtype, q.device

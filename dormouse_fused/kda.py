@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['naive_recurrent_kda', 'naive_chunk_kda', 'kda_cost', 'chunk_kda', 'aot_cases']
 
-# %% ../nbs/11_kda.ipynb #7888e141
+# %% ../nbs/11_kda.ipynb #2727de5b
 import math
 from functools import cache, lru_cache
 import torch
@@ -15,7 +15,7 @@ from .gated_delta import LOG2E, _dense, _dot_inv, _ds_home, _ds_tile, _exp2, _ki
 from .gated_delta import _state, _state_shape, _tile, chunk_products
 from .machine import Cost, tensor_bytes
 from .triton import FLOATS, Case, cast, check_device, check_tensor
-from .triton import dot, first_order, fp32_precision, launcher, register, straight
+from .triton import dot, first_order, fp32_precision, launcher, register, remembered, straight
 import triton
 import triton.language as tl
 
@@ -441,8 +441,8 @@ def _fwd_kernels(K, V, kinds, prec, fast, switches, rate, v_first, h0, save, ht)
                     **c["scan_fwd"])
     return chunk, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
 
-# %% ../nbs/11_kda.ipynb #934a12d4
-def _parts_of(x, dtype): return x if x.dtype is dtype else x.view(dtype)
+# %% ../nbs/11_kda.ipynb #3a67580f
+def _viewed(x, dtype): return x if x.dtype is dtype else x.view(dtype)
 
 @lru_cache(4096)
 def _saved(B, T, H, K, V, dtype, prec, fast):
@@ -458,7 +458,7 @@ def _saved(B, T, H, K, V, dtype, prec, fast):
     tile = (B, H, NT, 3 * C * C // 4), dtype
     return C, NT, tile, tile, ((B, H, NT, 3, C), torch.float32), ((0,), torch.float32), ((B, H, max(NT - 1, 0), V, K), dtype)
 
-# %% ../nbs/11_kda.ipynb #0fb8b01c
+# %% ../nbs/11_kda.ipynb #001489c1
 def _fwd(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     q, k, v, g, b, w, A_log, dt_bias, h0 = map(_dense, (q, k, v, g, b, w, A_log, dt_bias, h0))
     (B, T, H, K), V = q.shape, v.shape[-1]
@@ -471,7 +471,7 @@ def _fwd(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_state,
     o, low = torch.empty_like(v), lower or 0.0
     ht = q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=torch.float32)
     A, M, vec, G, h = (q.new_empty(shape if save or n < 4 else (0,), dtype=dtype) for n, (shape, dtype) in enumerate(saved))
-    m = _parts_of(M, A.dtype)
+    m = _viewed(M, A.dtype)
     if T == 0 and output_final_state: ht.copy_(h0) if h0 is not None else ht.zero_()
     if o.numel():
         x = (q, k, v, G, b, w) if fast else (q, k, v, g, b, w, A_log, dt_bias)
@@ -671,7 +671,7 @@ def _bwd_kernels(K, V, kinds, prec, parts, switches, rate, v_first, h0, dht, dh0
     chunk = launcher(_kda_chunk_bwd_kernel, True, **tile, **dict(rate), HAS_H0=h0, LEVELS=c["C"].bit_length() - 1, **c["chunk_bwd"])
     return c["C"], scan, [chunk], triton.cdiv(V, c["scan_bwd"]["BV"])
 
-# %% ../nbs/11_kda.ipynb #ca631f8f
+# %% ../nbs/11_kda.ipynb #33b0006d
 def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0,
          spend):
     do, q, k, v, g, b, w, A_log, dt_bias, dht, h0 = map(_dense, (do, q, k, v, g, b, w, A_log, dt_bias, dht, h0))
@@ -691,14 +691,14 @@ def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, 
     if dv.numel():
         if parts: ds = dq.view(h.dtype),
         else: ds = (dq, dk) if _ds_home(V, C) else (q.new_empty(B, H, NT - 1, V, K), None)
-        if parts: scan(B * H, q, k, do, G, b, A, _parts_of(M, h.dtype), vec, dht, *ds, dv, dh0, scale, T, H, NT)
+        if parts: scan(B * H, q, k, do, G, b, A, _viewed(M, h.dtype), vec, dht, *ds, dv, dh0, scale, T, H, NT)
         else: scan(B * H * blocks, q, k, do, g, b, A_log, dt_bias, A, M, vec, dht, *ds, dv, dh0, scale, low, T, H, NT)
         for chunk in chunks:
             chunk(B * H * NT, q, k, v, g, b, w, A_log, dt_bias, A, *((G,) if parts else ()), vec, h0, h, do, dht, *ds, dq, dk, dv, dg, db,
                   dw, dgate, scale, low, T, H, NT)
     return dq, dk, dv, dg, db, dw, dgate.sum((0, 1)) if gate else dgate, dh0
 
-# %% ../nbs/11_kda.ipynb #87ca40e2
+# %% ../nbs/11_kda.ipynb #bf5dbacb
 def _bwd_apart(*args): return _bwd(*args[:-1], False)  # an operator's results are not its arguments' memory
 
 def _again(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0):
@@ -709,10 +709,10 @@ def _again(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, 
     chunk, *_ = _fwd_kernels(K, V, _kinds(q, g, b, w, A_log, dt_bias, h0), fp32_precision(q.dtype), True, switches, rate, v_first,
                              h0 is not None, True, False)
     NT = -(-T // 64)
-    if G.numel(): chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, _parts_of(M, A.dtype), G, vec, scale, lower or 0.0, T, H, NT)
+    if G.numel(): chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, _viewed(M, A.dtype), G, vec, scale, lower or 0.0, T, H, NT)
     return M, G
 
-# %% ../nbs/11_kda.ipynb #9a3a7e24
+# %% ../nbs/11_kda.ipynb #af7738b8
 def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, T, NT, l2norm, gate, sigmoid, neg, v_first):
     K, V, H, low = q.shape[-1], v.shape[-1], q.shape[2], lower or 0.0
     parts = A.shape[3] if A.dim() == 5 else 0
@@ -721,7 +721,7 @@ def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, l
                                       h0 is not None)
     ds = (q.view(h.dtype),) if parts else (q, k) if _ds_home(V, C) else (q, None)
     dw = q if w is None else w
-    if parts: scan.prepare(q, k, v, G, b, A, _parts_of(M, h.dtype), vec, None, *ds, v, vec, scale, T, H, NT)
+    if parts: scan.prepare(q, k, v, G, b, A, _viewed(M, h.dtype), vec, None, *ds, v, vec, scale, T, H, NT)
     else: scan.prepare(q, k, v, g, b, A_log, dt_bias, A, M, vec, None, *ds, v, vec, scale, low, T, H, NT)
     for chunk in chunks:
         chunk.prepare(q, k, v, g, b, w, A_log, dt_bias, A, *((G,) if parts else ()), vec, h0, h, v, None, *ds, q, k, v, g, b, dw, vec,
@@ -784,18 +784,9 @@ def _inference_fake(*args): return _fwd_fake(*args, False)[:2]
 _op = register(f"kda({_IN}, {_NUMBERS}, bool output_final_state, {_OPTIONS}) -> (Tensor, Tensor)", _inference, _inference_fake, _KDA)
 _call = straight(_op, _inference, _KDA)
 
-# %% ../nbs/11_kda.ipynb #bc61e57d
-_FIT = set()
-
-def _check(*args):
-    "Raise unless tensors fit each other; what once did, by shape, dtype and device, is remembered."
-    if torch.compiler.is_compiling(): return _check_all(*args)
-    known = tuple([(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x if type(x) is bool else type(x) for x in args])
-    if known in _FIT: return
-    _check_all(*args)
-    if len(_FIT) < 10_000: _FIT.add(known)
-
-def _check_all(per_channel, q, k, v, g, b, w, initial_state, state_v_first, A_log, dt_bias):
+# %% ../nbs/11_kda.ipynb #3b51bb4d
+@remembered
+def _check(per_channel, q, k, v, g, b, w, initial_state, state_v_first, A_log, dt_bias):
     check_tensor("q", q, ("B", "T", "H", "K"), FLOATS)
     check_device("q", q)
     (B, T, H, K), dtype, device = q.shape, q.dtype, q.device

@@ -133,9 +133,10 @@ def _pairs(i, j, s):
     """Rows in the right half, columns in the left half of one block of 2^(s + 1)."""
     return (i >> (s + 1) == j >> (s + 1)) & ((i >> s) % 2 == 1) & ((j >> s) % 2 == 0)
 
-# %% ../nbs/06_kda_hopper.ipynb #21ee343d
+# %% ../nbs/06_kda_hopper.ipynb #96a0e6b4
 @gluon.jit
 def _copy_tile(s, x, i_b, i_h, i_c, T, H, L: gl.constexpr):
+    """`_copy` of a chunk that there is: its check would cost the last kernel registers."""
     p, m = token_rows(x, i_b, i_h, i_c * C, T, H, L)
     async_copy.async_copy_global_to_shared(s, p, mask=m)
 
@@ -295,7 +296,7 @@ def _put_scores(M, S, d, scale, i_c, i_b, i_h, T, H, dt: gl.constexpr, PARTS: gl
         p, m = _score_rows(M, i_c, part, i_b, i_h, T, H, L, PARTS)
         gl.store(p, gl.convert_layout(x[part], L), mask=m)
 
-# %% ../nbs/06_kda_hopper.ipynb #abb6c8e9
+# %% ../nbs/06_kda_hopper.ipynb #4c3d8dfc
 @gluon.jit
 def _scores_by_anchor(t_s, x_s, r_s, total_s, M, G, n, d, xk, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
                       USE_L2: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
@@ -333,7 +334,6 @@ def _scores_by_levels(t_s, x_s, r_s, M, G, n, d, b, scale, i_c, i_b, i_h, i_bh, 
     f = G - n
     barrier()
     _put_decays(t_s, n, 1, PARTS)
-    L = zero
     for erase in gl.static_range(2):
         L = zero
         for s in range(6):
@@ -357,7 +357,7 @@ def _scores_by_levels(t_s, x_s, r_s, M, G, n, d, b, scale, i_c, i_b, i_h, i_bh, 
             _put_scores(M, L, d, scale, i_c, i_b, i_h, T, H, dt, PARTS, W)
     return L
 
-# %% ../nbs/06_kda_hopper.ipynb #73720a1c
+# %% ../nbs/06_kda_hopper.ipynb #1f8e08b5
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_chunk_fwd_kernel(q, k, g, b, A_log, dt_bias, A, M, G, vec, scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr,
                                  EPS: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr,
@@ -373,7 +373,7 @@ def _hopper_kda_chunk_fwd_kernel(q, k, g, b, A_log, dt_bias, A, M, G, vec, scale
     one: gl.constexpr = gl.BlockedLayout([2], [32], [W], [0])
     i, j = tile_index(ACC)
     i_c, i_bh, i_b, i_h = _place(gl.num_programs(0) // NT, H)
-    t_s = _tiles(dt, 2 * PARTS + 2 if PARTS == 1 else 2 * PARTS + 1)
+    t_s = _tiles(dt, PARTS + 3)
     x_s = _tiles(xt, 2)  # k, q
     r_s = _vectors(1, 4).index(0)
     total_s = _vectors(1, 1).index(0)

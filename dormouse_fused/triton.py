@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['INTERPRET', 'INTERPRETED', 'L2NORM_TILES', 'FLOATS', 'TARGETS', 'SHARED_BYTES', 'dot', 'cast', 'fp32_precision',
            'naive_l2norm', 'naive_l2norm_bwd', 'l2norm_cost', 'l2norm_tile', 'l2norm_bwd_tile', 'register',
-           'below_autograd', 'straight', 'first_order', 'check_tensor', 'check_device', 'l2norm', 'launcher', 'Case',
-           'Usage', 'operand_hazards', 'aot_all', 'aot', 'for_targets', 'aot_cases', 'assert_async']
+           'below_autograd', 'straight', 'first_order', 'check_tensor', 'check_device', 'remembered', 'l2norm',
+           'launcher', 'Case', 'Usage', 'operand_hazards', 'aot_all', 'aot', 'for_targets', 'aot_cases', 'assert_async']
 
 # %% ../nbs/03_triton.ipynb #cd6662ea
 import os, pickle, re, subprocess, sys, tempfile
@@ -267,6 +267,21 @@ def check_device(
     raise RuntimeError(f"{name} is on the CPU, where kernels run in Triton's interpreter, but triton was imported without "
         "TRITON_INTERPRET=1: install numpy, which the interpreter needs, and import dormouse_fused before triton, "
         "or start Python with TRITON_INTERPRET=1")
+
+# %% ../nbs/03_triton.ipynb #ce8b7348
+def remembered(
+    check, # raises unless its arguments fit, by the shapes, dtypes and devices of tensors, by flags, and by the types of all else
+): # the same, but what has passed is let through
+    "Let a check of arguments remember what has passed."
+    passed = set()
+    @wraps(check)
+    def checked(*args):
+        if torch.compiler.is_compiling(): return check(*args)
+        known = tuple([(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x if type(x) is bool else type(x) for x in args])
+        if known in passed: return
+        check(*args)
+        if len(passed) < 10_000: passed.add(known)
+    return checked
 
 # %% ../nbs/03_triton.ipynb #ac55900c
 FLOATS = torch.float32, torch.bfloat16, torch.float16

@@ -344,6 +344,28 @@ def test_every_kernel_compiles_for_every_target(module):
         assert not usage.hazards, (case, usage)
 
 
+def test_a_check_remembers_what_passed():
+    seen = []
+
+    @dt.remembered
+    def check(x, flag, number):
+        seen.append((x, flag, number))
+        if x.shape[0] == 3:
+            raise ValueError("x: expected no 3")
+
+    for x in torch.ones(2), torch.zeros(2):
+        check(x, True, 1.0)
+        check(x, True, 2.0)
+    assert len(seen) == 1
+    for other in (torch.ones(4), True, 1.0), (torch.ones(2).double(), True, 1.0), (torch.ones(2), False, 1.0), (torch.ones(2), True, None):
+        check(*other)
+    assert len(seen) == 5
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no 3"):
+            check(torch.ones(3), True, 1.0)
+    assert len(seen) == 7
+
+
 def product(*lines):
     lines = ["WARPGROUP.ARRIVE", *lines, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "IMAD.MOV.U32 R93, RZ, RZ, R24"]
     return "\n".join(f"        /*{16 * n:04x}*/                   {line} ;" for n, line in enumerate(lines))
