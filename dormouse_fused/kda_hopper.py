@@ -13,7 +13,7 @@ import torch
 from . import gated_delta_hopper
 from .triton import Case, launcher
 
-# %% ../nbs/06_kda_hopper.ipynb #57f808ff
+# %% ../nbs/06_kda_hopper.ipynb #ac04fd8e
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -23,10 +23,10 @@ from triton.language.extra import libdevice
 from dormouse_fused.gated_delta_hopper import (_copy, _first_state, _get, _home, _place, _solved, _state, _store_rows, _tiles,
     _vectors, parts_of)
 from .gluon import (C, again, announce, await_last_kernel, barrier, barriers, cut, interpret, launch_dependents, mma,
-    mma_registers, mma_wait, nearest, operand, operand_of, parts, product_layout, put, put_parts, signal,
-    take, tile_index, tile_layout, times_power, token_rows)
+    mma_registers, mma_wait, nearest, operand, operand_of, parts, powers, product_layout, put, put_parts, running_sums, signal,
+    sum_layout, take, tile_index, tile_layout, times_power, token_rows)
 
-# %% ../nbs/06_kda_hopper.ipynb #0e2e794c
+# %% ../nbs/06_kda_hopper.ipynb #56cab9c7
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
@@ -53,7 +53,7 @@ def _log_decay(x, A_log, dt_bias, lower, n, i_h, T, L: gl.constexpr, USE_GATE: g
             x = -a * _softplus(x)
         x = gl.where(n * C + i < T, x, 0.0)
     x *= _LOG2E
-    return gl.where(x < -128.0, -128.0, x)
+    return gl.where(x < -128.0, -128.0, x)  # and no number stays no number
 
 @gluon.jit
 def _decay_tile(g, A_log, dt_bias, lower, i_c, i_b, i_h, T, H, NT, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr,
@@ -63,7 +63,7 @@ def _decay_tile(g, A_log, dt_bias, lower, i_c, i_b, i_h, T, H, NT, USE_GATE: gl.
     x = _get(g, i_c, i_b, i_h, T, H, NT, L)
     return _log_decay(x, A_log, dt_bias, lower, i_c, i_h, T, L, USE_GATE, BOUNDED, HAS_A, HAS_BIAS)
 
-# %% ../nbs/06_kda_hopper.ipynb #eec70861
+# %% ../nbs/06_kda_hopper.ipynb #32621602
 _E, _S, _D, _A, _R, _O, _P, _LOW = (gl.constexpr(n) for n in range(8))  # places in shared memory: e, S, dS', A, R, do, P come there first
 
 @gluon.jit
@@ -86,14 +86,12 @@ def _sum_parts(x, dt: gl.constexpr, N: gl.constexpr):
         return a, b, x.to(dt)
 
 @gluon.jit
-def _put_decays(t_s, x, last: gl.constexpr, PARTS: gl.constexpr, third: gl.constexpr = 0):
-    """Log decays as a sum of tiles in shared memory: in e's place, in place `last`, and in 16 bits in place `third` if there is one."""
-    p = _sum_parts(x, t_s.dtype, 2 if PARTS == 1 and third == 0 else 3)
+def _put_decays(t_s, x, last: gl.constexpr, PARTS: gl.constexpr):
+    """Log decays as a sum of tiles in shared memory: in e's place and in place `last`."""
+    p = _sum_parts(x, t_s.dtype, PARTS + 1)
     t_s.index(_E * PARTS).store(p[0])
     if PARTS == 1:
         t_s.index(last).store(p[1])
-        if third > 0:
-            t_s.index(third).store(p[2])
     else:
         t_s.index(_E * PARTS + 1).store(p[1])
         t_s.index(last * PARTS).store(p[2])
@@ -107,15 +105,13 @@ def _mask_index(T, L: gl.constexpr):
     return i ^ gl.minimum(T, 0), j
 
 @gluon.jit
-def _row_sums(m, t_s, last: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, third: gl.constexpr = 0):
+def _row_sums(m, t_s, last: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """m g, for a matrix m of zeros and ones: sums of log decays over the rows that m names."""
     ACC: gl.constexpr = product_layout(W)
     m = gl.convert_layout(m.to(t_s.dtype), gl.DotOperandLayout(0, ACC, 2))
     y = mma_registers(gl.zeros([C, C], gl.float32, ACC), (m,), t_s, False, 1, True, _E * PARTS)
     if PARTS == 1:
         y = mma_registers(y, (m,), t_s, False, 1, False, last)
-        if third > 0:
-            y = mma_registers(y, (m,), t_s, False, 1, False, third)
     else:
         y = mma_registers(y, (m,), t_s, False, 1, False, _E * PARTS + 1)
         y = mma_registers(y, (m,), t_s, False, 1, False, last * PARTS)
@@ -133,7 +129,7 @@ def _pairs(i, j, s):
     """Rows in the right half, columns in the left half of one block of 2^(s + 1)."""
     return (i >> (s + 1) == j >> (s + 1)) & ((i >> s) % 2 == 1) & ((j >> s) % 2 == 0)
 
-# %% ../nbs/06_kda_hopper.ipynb #96a0e6b4
+# %% ../nbs/06_kda_hopper.ipynb #f9a04610
 @gluon.jit
 def _copy_tile(s, x, i_b, i_h, i_c, T, H, L: gl.constexpr):
     """`_copy` of a chunk that there is: its check would cost the last kernel registers."""
@@ -186,9 +182,6 @@ def _put_row_vectors(x_s, y, vec, r_s, i_c, i_bh, T, NT, PER_CHANNEL: gl.constex
             x = 1.0 / gl.sqrt(gl.sum(x * x, 1) + EPS)
             r_s.slice(row * C, C).store(x)
             gl.store(p + row * C, x)
-    else:
-        gl.store(p, 0.0 * y)
-        gl.store(p + C, 0.0 * y)
     if USE_SIGMOID:
         y = 1.0 / (1.0 + gl.exp(-y))
         if NEG:
@@ -199,7 +192,7 @@ def _put_row_vectors(x_s, y, vec, r_s, i_c, i_bh, T, NT, PER_CHANNEL: gl.constex
     gl.store(p + 2 * C, y)
     barrier()
 
-# %% ../nbs/06_kda_hopper.ipynb #ce39f126
+# %% ../nbs/06_kda_hopper.ipynb #396f93c2
 @gluon.jit
 def _batch_index(P: gl.constexpr):
     """Row and column in [4, 16, 16]."""
@@ -208,9 +201,9 @@ def _batch_index(P: gl.constexpr):
 
 @gluon.jit
 def _batch_product(a, b, P: gl.constexpr):
-    """a b, [4, 16, 16] each, in TF32."""
-    a = gl.convert_layout(nearest(a), gl.DotOperandLayout(0, P, 1))
-    b = gl.convert_layout(nearest(b), gl.DotOperandLayout(1, P, 1))
+    """a b^T, [4, 16, 16] each, in TF32."""
+    a = gl.convert_layout(a, gl.DotOperandLayout(0, P, 2))
+    b = gl.convert_layout(b.permute((0, 2, 1)), gl.DotOperandLayout(1, P, 2))
     return mma_v2(a, b, gl.zeros([4, 16, 16], gl.float32, P), "tf32")
 
 @gluon.jit
@@ -222,9 +215,15 @@ def _diagonal_inverses(L, W: gl.constexpr):
     same = i // 16 == j // 16
     D = gl.convert_layout(gl.sum(gl.where(same, L, 0.0).reshape([4, 16, 4, 16]), 2), P)
     r, c = _batch_index(P)
+    Dt = gl.convert_layout(D.permute((0, 2, 1)), P)
     X = gl.where(r == c, 1.0, 0.0) - gl.where((r == c + 1) & (r % 2 == 1), D, 0.0)
+    Xt = gl.where(r == c, 1.0, 0.0) - gl.where((c == r + 1) & (c % 2 == 1), Dt, 0.0)
+    D, Dt = nearest(D), nearest(Dt)
     for s in gl.static_range(1, 4):
-        X -= _batch_product(_batch_product(X, gl.where(_pairs(r, c, s), D, 0.0), P), X, P)
+        x, xt = nearest(X), nearest(Xt)
+        X -= _batch_product(nearest(_batch_product(x, gl.where(_pairs(c, r, s), Dt, 0.0), P)), xt, P)
+        if s < 3:
+            Xt -= _batch_product(nearest(_batch_product(xt, gl.where(_pairs(r, c, s), D, 0.0), P)), x, P)
     X = X.reshape([4, 16, 1, 16]).broadcast_to([4, 16, 4, 16]).reshape([64, 64])
     return gl.where(same, gl.convert_layout(X, ACC), 0.0)
 
@@ -248,7 +247,7 @@ def _inverse(L, s_, dt: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
         barrier()
     return X
 
-# %% ../nbs/06_kda_hopper.ipynb #0fae591d
+# %% ../nbs/06_kda_hopper.ipynb #af05537e
 @gluon.jit
 def _score_rows(M, n, part: gl.constexpr, i_b, i_h, T, H, L: gl.constexpr, PARTS: gl.constexpr):
     """Pointers and mask of a part of M of chunk n: in the rows of dk, as dS' is in those of dq, without its empty quarter."""
@@ -257,15 +256,16 @@ def _score_rows(M, n, part: gl.constexpr, i_b, i_h, T, H, L: gl.constexpr, PARTS
     return p, ((i >= C // 2) | (j < C // 2)) & (n * C + i < T) & (n >= 0)
 
 @gluon.jit
-def _put_solved(A, n, x, dt: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
+def _put_solved(A, n, x, t_s, PARTS: gl.constexpr, W: gl.constexpr):
     """A tile of A - I, without its empty quarter."""
-    L: gl.constexpr = tile_layout(dt, W)
+    L: gl.constexpr = tile_layout(t_s.dtype, W)
     p, m = _solved(A, n * PARTS, L)
-    y = parts(x, dt, PARTS)
+    put(t_s, x, t_s.dtype, PARTS)
+    barrier()
     for part in gl.static_range(PARTS):
-        gl.store(p + part * (3 * C * C // 4), gl.convert_layout(y[part], L), mask=m)
+        gl.store(p + part * (3 * C * C // 4), t_s.index(part).load(L), mask=m)
 
-# %% ../nbs/06_kda_hopper.ipynb #b1005567
+# %% ../nbs/06_kda_hopper.ipynb #4178c265
 @gluon.jit
 def _whole(x):
     """The nearest whole number: float32 has no digits behind the point above 2^23."""
@@ -287,18 +287,19 @@ def _score(x, t_s, dt: gl.constexpr, PARTS: gl.constexpr, KP: gl.constexpr, at: 
     return y
 
 @gluon.jit
-def _put_scores(M, S, d, scale, i_c, i_b, i_h, T, H, dt: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
-    """M of (1) to memory, from what lies below its diagonal."""
-    L: gl.constexpr = tile_layout(dt, W)
+def _put_scores(M, S, t_s, at: gl.constexpr, scale, i_c, i_b, i_h, T, H, PARTS: gl.constexpr, W: gl.constexpr):
+    """M of (1) to memory, by way of tiles in shared memory."""
+    L: gl.constexpr = tile_layout(t_s.dtype, W)
     i, j = tile_index(product_layout(W))
-    x = parts(scale * gl.where(i == j, d[:, None], gl.where(i > j, S, 0.0)), dt, PARTS)
+    put(t_s, scale * gl.where(i >= j, S, 0.0), t_s.dtype, PARTS, at)
+    barrier()
     for part in gl.static_range(PARTS):
         p, m = _score_rows(M, i_c, part, i_b, i_h, T, H, L, PARTS)
-        gl.store(p, gl.convert_layout(x[part], L), mask=m)
+        gl.store(p, t_s.index(at + part).load(L), mask=m)
 
-# %% ../nbs/06_kda_hopper.ipynb #4c3d8dfc
+# %% ../nbs/06_kda_hopper.ipynb #2216d6b7
 @gluon.jit
-def _scores_by_anchor(t_s, x_s, r_s, total_s, M, G, n, d, xk, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
+def _scores_by_anchor(t_s, x_s, r_s, a_s, M, G, xk, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
                       USE_L2: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """(1) where one anchor is enough: M to memory, and L."""
     ACC: gl.constexpr = product_layout(W)
@@ -307,21 +308,19 @@ def _scores_by_anchor(t_s, x_s, r_s, total_s, M, G, n, d, xk, b, scale, i_c, i_b
     K0: gl.constexpr = PARTS + 1  # where k is, behind the log decays
     KP: gl.constexpr = 2 if dt == gl.bfloat16 else 1
     i, j = tile_index(ACC)
-    f = G - n
-    n = n - _whole(0.5 * total_s.load(gl.SliceLayout(0, ACC)))[None, :]
-    put(t_s, xk * times_power(libdevice.exp2(-f), -n), dt, KP, K0)
-    f = times_power(libdevice.exp2(f), n)
+    up, down = powers(G, a_s.load(gl.SliceLayout(0, ACC))[None, :])
+    put(t_s, xk * down, dt, KP, K0)
     fence_async_shared()
     barrier()
-    x = _unit_here(x_s.index(1).load(ACC), r_s, 0, ACC, USE_L2) * f
+    x = _unit_here(x_s.index(1).load(ACC), r_s, 0, ACC, USE_L2) * up
     S = _score(x, t_s, dt, KP, KP, K0, LHS, W)
-    x = xk * _erasing(b, r_s, i_c, i_b, i_h, T, H, NT, ACC, PER_CHANNEL) * f
+    x = xk * _erasing(b, r_s, i_c, i_b, i_h, T, H, NT, ACC, PER_CHANNEL) * up
     L = _score(x, t_s, dt, PARTS, KP, K0, LHS, W)
-    _put_scores(M, mma_wait(S, KP + PARTS - 1, 1), d, scale, i_c, i_b, i_h, T, H, dt, PARTS, W)
+    _put_scores(M, mma_wait(S, KP + PARTS - 1, 1), t_s, 0, scale, i_c, i_b, i_h, T, H, PARTS, W)
     return gl.where(i > j, mma_wait(L, 0, 1), 0.0)
 
 @gluon.jit
-def _scores_by_levels(t_s, x_s, r_s, M, G, n, d, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
+def _scores_by_levels(t_s, x_s, r_s, M, G, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
                       USE_L2: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """The same where it is not: first M, then L, which takes registers for one of them only."""
     ACC: gl.constexpr = product_layout(W)
@@ -331,11 +330,18 @@ def _scores_by_levels(t_s, x_s, r_s, M, G, n, d, b, scale, i_c, i_b, i_h, i_bh, 
     KP: gl.constexpr = 2 if dt == gl.bfloat16 else 1
     zero = gl.zeros([C, C], gl.float32, ACC)
     i, j = tile_index(ACC)
+    n = _whole(G)
     f = G - n
-    barrier()
     _put_decays(t_s, n, 1, PARTS)
     for erase in gl.static_range(2):
         L = zero
+        if not erase:  # M's diagonal, where nothing decays
+            put(t_s, _unit_here(x_s.index(0).load(ACC), r_s, 1, ACC, USE_L2) * libdevice.exp2(-f), dt, KP, K0)
+            fence_async_shared()
+            barrier()
+            x = _unit_here(x_s.index(1).load(ACC), r_s, 0, ACC, USE_L2) * libdevice.exp2(f)
+            L = gl.where(i == j, mma_wait(_score(x, t_s, dt, KP, KP, K0, LHS, W), 0, 1), 0.0)
+            barrier()
         for s in range(6):
             right = (i >> s) % 2 == 1
             n = take(t_s, ACC, PARTS, 0) + t_s.index(PARTS).load(ACC).to(gl.float32)
@@ -354,10 +360,11 @@ def _scores_by_levels(t_s, x_s, r_s, M, G, n, d, b, scale, i_c, i_b, i_h, i_bh, 
             L = L + gl.where(_pairs(i, j, s), mma_wait(y, 0, 1), 0.0)
             barrier()
         if not erase:
-            _put_scores(M, L, d, scale, i_c, i_b, i_h, T, H, dt, PARTS, W)
+            _put_scores(M, L, t_s, K0, scale, i_c, i_b, i_h, T, H, PARTS, W)
+            barrier()
     return L
 
-# %% ../nbs/06_kda_hopper.ipynb #1f8e08b5
+# %% ../nbs/06_kda_hopper.ipynb #1221606c
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_chunk_fwd_kernel(q, k, g, b, A_log, dt_bias, A, M, G, vec, scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr,
                                  EPS: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr,
@@ -368,16 +375,17 @@ def _hopper_kda_chunk_fwd_kernel(q, k, g, b, A_log, dt_bias, A, M, G, vec, scale
     xt: gl.constexpr = q.dtype.element_ty
     dt: gl.constexpr = gl.bfloat16 if PARTS > 1 else xt
     ACC: gl.constexpr = product_layout(W)
-    Lg: gl.constexpr = tile_layout(gl.float32, W)
+    S: gl.constexpr = sum_layout(W)
     Lx: gl.constexpr = tile_layout(xt, W)
     one: gl.constexpr = gl.BlockedLayout([2], [32], [W], [0])
+    last: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [1, W], [1, 0])
     i, j = tile_index(ACC)
     i_c, i_bh, i_b, i_h = _place(gl.num_programs(0) // NT, H)
-    t_s = _tiles(dt, PARTS + 3)
     x_s = _tiles(xt, 2)  # k, q
+    g_s = _tiles(gl.float32, 1).index(0)  # G
     r_s = _vectors(1, 4).index(0)
-    total_s = _vectors(1, 1).index(0)
-    x = _get(g, i_c, i_b, i_h, T, H, NT, Lg)
+    a_s = _vectors(1, 1).index(0)
+    x = _get(g, i_c, i_b, i_h, T, H, NT, S)
     _copy_tile(x_s.index(0), k, i_b, i_h, i_c, T, H, Lx)
     _copy_tile(x_s.index(1), q, i_b, i_h, i_c, T, H, Lx)
     async_copy.commit_group()
@@ -385,30 +393,30 @@ def _hopper_kda_chunk_fwd_kernel(q, k, g, b, A_log, dt_bias, A, M, G, vec, scale
     y = gl.zeros([C], gl.float32, gl.SliceLayout(1, Lx))
     if not PER_CHANNEL:
         y = gl.load(b + (i_b * T + i_c * C) * H + i_h + o * H, mask=i_c * C + o < T, other=0.0).to(gl.float32)
-    x = _log_decay(x, A_log, dt_bias, lower, i_c, i_h, T, Lg, USE_GATE, BOUNDED, HAS_A, HAS_BIAS)
-    _put_decays(t_s, x, 1, PARTS, 3)
-    m, l = _mask_index(T, ACC)
-    x = _row_sums(gl.where(m >= l, 1.0, 0.0), t_s, 1, PARTS, W, 3)
-    p, m = token_rows(G, i_b, i_h, i_c * C, T, H, ACC)
+    x = _log_decay(x, A_log, dt_bias, lower, i_c, i_h, T, S, USE_GATE, BOUNDED, HAS_A, HAS_BIAS)
+    x = running_sums(x, False)
+    g_s.store(x)
+    p, m = token_rows(G, i_b, i_h, i_c * C, T, H, S)
     gl.store(p, x, mask=m)
-    total = gl.sum(gl.where(i == C - 1, x, 0.0), 0)
-    total_s.store(total)
-    gl.store(vec + (i_bh * NT + i_c) * (4 * C) + 3 * C + gl.arange(0, C, gl.SliceLayout(0, ACC)), total)
+    barrier()
+    total = gl.sum(gl.where(gl.arange(0, 8, gl.SliceLayout(1, last))[:, None] == 7, g_s.slice(C - 8, 8).load(last), 0.0), 0)
+    r_s.slice(3 * C, C).store(total)
+    a_s.store(2.0 * _whole(0.25 * total))
+    gl.store(vec + (i_bh * NT + i_c) * (4 * C) + 3 * C + gl.arange(0, C, gl.SliceLayout(0, last)), total)
     async_copy.wait_group(0)
     barrier()
-    fast = gl.min(total_s.load(one), 0) >= (1e38 if dt == gl.float16 else -160.0)  # float16: never; Triton 3.6 wants a condition
+    fast = gl.min(r_s.slice(3 * C, C).load(one), 0) >= (1e38 if dt == gl.float16 else -160.0)  # float16: never; 3.6 wants a condition
     _put_row_vectors(x_s, y, vec, r_s, i_c, i_bh, T, NT, PER_CHANNEL, EPS, USE_L2, USE_SIGMOID, NEG, Lx)
-    xk = _unit_here(x_s.index(0).load(ACC), r_s, 1, ACC, USE_L2)
-    d = gl.sum(_unit_here(x_s.index(1).load(ACC), r_s, 0, ACC, USE_L2) * xk, 1)
-    n = _whole(x)
+    x = g_s.load(ACC)
+    t_s = _tiles(dt, PARTS + 3)  # from here on, where G was
     if fast:
-        L = _scores_by_anchor(t_s, x_s, r_s, total_s, M, x, n, d, xk, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2,
-                              PARTS, W)
+        xk = _unit_here(x_s.index(0).load(ACC), r_s, 1, ACC, USE_L2)
+        L = _scores_by_anchor(t_s, x_s, r_s, a_s, M, x, xk, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
     else:
-        L = _scores_by_levels(t_s, x_s, r_s, M, x, n, d, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
+        L = _scores_by_levels(t_s, x_s, r_s, M, x, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
     barrier()
     X = _inverse(L, t_s, dt, PARTS, W)
-    _put_solved(A, i_bh * NT + i_c, gl.where(i == j, 0.0, X), dt, PARTS, W)
+    _put_solved(A, i_bh * NT + i_c, gl.where(i == j, 0.0, X), t_s, PARTS, W)
 
 # %% ../nbs/06_kda_hopper.ipynb #98fbd5e5
 @gluon.jit
@@ -418,10 +426,10 @@ def _copy_solved(s, A, st, n, L: gl.constexpr, PARTS: gl.constexpr):
     for part in gl.static_range(PARTS):
         async_copy.async_copy_global_to_shared(s.index(st * PARTS + part), p + part * (3 * C * C // 4), mask=m)
 
-# %% ../nbs/06_kda_hopper.ipynb #6e76cd17
+# %% ../nbs/06_kda_hopper.ipynb #fddaa5f1
 @gluon.jit
 def _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, WRITES: gl.constexpr,
-                PARTS: gl.constexpr, W: gl.constexpr):
+                USE_L2: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """Starts the copies of a chunk's rows as they are in memory; of float32, which has no room, the row vectors alone."""
     if PARTS == 1:
         L: gl.constexpr = tile_layout(q.dtype.element_ty, W)
@@ -434,10 +442,11 @@ def _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, c, i_b, i_h, i_bh, T,
             _copy(raw_s.index(4), w, c, i_b, i_h, T, H, NT, L)
         _copy(sums_s.index(0), G, c, i_b, i_h, T, H, NT, tile_layout(gl.float32, W))
     o = gl.arange(0, 4 * C, gl.BlockedLayout([4], [32], [W], [0]))
-    async_copy.async_copy_global_to_shared(r_s, vec + (i_bh * NT + c) * (4 * C) + o, mask=(o < 4 * C) & (c >= 0) & (c < NT))
+    m = (o < 4 * C) & (o >= (0 if USE_L2 else 2 * C)) & (c >= 0) & (c < NT)
+    async_copy.async_copy_global_to_shared(r_s, vec + (i_bh * NT + c) * (4 * C) + o, mask=m)
     async_copy.commit_group()
 
-# %% ../nbs/06_kda_hopper.ipynb #b58650fd
+# %% ../nbs/06_kda_hopper.ipynb #12290446
 @gluon.jit
 def _scan_load(q, k, x, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, m_s, d_s, raw_s, sums_s, r_s, full, empty, scale,
                i_b, i_h, i_bh, T, H, NT, REVERSE: gl.constexpr, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, PARTS: gl.constexpr,
@@ -453,7 +462,7 @@ def _scan_load(q, k, x, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, m_s, d_s, r
         await_last_kernel()
     if PARTS > 1:
         rG, rk = _get(G, c, i_b, i_h, T, H, NT, L), _get(k, c, i_b, i_h, T, H, NT, L)
-    _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, WRITES, PARTS, W)
+    _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, WRITES, USE_L2, PARTS, W)
     for n in range(NT):
         st = n % STAGES
         c = NT - 1 - n if REVERSE else n
@@ -487,7 +496,7 @@ def _scan_load(q, k, x, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, m_s, d_s, r
         beta = _row_of(r_s, 2, L)
         y, z = _unit_here(xk, r_s, 1, L, USE_L2), _unit_here(xq, r_s, 0, L, USE_L2)
         barrier()
-        _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, f, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, WRITES, PARTS, W)
+        _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, f, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, WRITES, USE_L2, PARTS, W)
         d_s.index(st).store(libdevice.exp2(total))
         put(k_s, y * libdevice.exp2(total[None, :] - xG), dt, PARTS, st * PARTS)
         gamma = libdevice.exp2(xG)
@@ -758,7 +767,7 @@ def _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CH
             _copy_tile(x[0].index(n), x[1 + n], i_b, i_h, i_c, T, H, L)
     async_copy.commit_group()
 
-# %% ../nbs/06_kda_hopper.ipynb #bb90d7c6
+# %% ../nbs/06_kda_hopper.ipynb #2934db92
 @gluon.jit
 def _total(vec, i_c, i_bh, NT, L: gl.constexpr):
     """What the chunk's channels lose, read anew each time."""
@@ -766,19 +775,21 @@ def _total(vec, i_c, i_bh, NT, L: gl.constexpr):
     return gl.load(vec + n * (4 * C) + 3 * C + gl.arange(0, C, L))
 
 @gluon.jit
+def _anchor(a_s, vec, i_c, i_bh, NT, L: gl.constexpr, LEVELS: gl.constexpr, PARTS: gl.constexpr):
+    """The chunk's anchor by channel; in two parts there is no place to keep it in."""
+    if LEVELS:
+        return gl.zeros([C], gl.float32, L)
+    elif PARTS == 1:
+        return a_s.load(L)
+    else:
+        return _whole(0.5 * _total(vec, i_c, i_bh, NT, L))
+
+@gluon.jit
 def _read_again(sums, G, i_c, i_b, i_h, T, H, NT, L: gl.constexpr, PARTS: gl.constexpr):
     """G's tile; in two parts there are no registers to keep it in."""
     if PARTS > 1:
         sums = _get(G, again(i_c), i_b, i_h, T, H, NT, L)
     return sums
-
-@gluon.jit
-def _anchor(vec, i_c, i_bh, NT, L: gl.constexpr, LEVELS: gl.constexpr):
-    """The chunk's anchor by channel."""
-    if LEVELS:
-        return gl.zeros([C], gl.float32, L)
-    else:
-        return _whole(0.5 * _total(vec, i_c, i_bh, NT, L))
 
 # %% ../nbs/06_kda_hopper.ipynb #aba3b2c4
 @gluon.jit
@@ -897,7 +908,7 @@ def _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, 
     put_parts(t_s, N, PARTS, _O * PARTS)
     return dm, dbeta, gq, ge
 
-# %% ../nbs/06_kda_hopper.ipynb #dd390932
+# %% ../nbs/06_kda_hopper.ipynb #ac0ff39b
 @gluon.jit
 def _readers_by_anchor(t_s, x, gq, ge, sums, a, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2: gl.constexpr, PARTS: gl.constexpr,
                        W: gl.constexpr):
@@ -919,16 +930,16 @@ def _readers_by_anchor(t_s, x, gq, ge, sums, a, vec, i_c, i_b, i_h, i_bh, T, H, 
     return y * gq, y * ge, dG
 
 @gluon.jit
-def _keys_by_anchor(t_s, down, PARTS: gl.constexpr, W: gl.constexpr):
+def _keys_by_anchor(t_s, down, dG, PARTS: gl.constexpr, W: gl.constexpr):
     """(7): dk', and what it takes from (9)."""
     ACC: gl.constexpr = product_layout(W)
     zero = gl.zeros([C, C], gl.float32, ACC)
     z = mma(zero, t_s, t_s, True, False, PARTS, True, _O * PARTS, _E * PARTS)
     z = mma(z, t_s, t_s, True, False, PARTS, False, _A * PARTS, _P * PARTS)
     z = mma_wait(z, 0, PARTS)
-    return down * z, z * take(t_s, ACC, PARTS, _S * PARTS)
+    return down * z, dG - z * take(t_s, ACC, PARTS, _S * PARTS)
 
-# %% ../nbs/06_kda_hopper.ipynb #709eaef5
+# %% ../nbs/06_kda_hopper.ipynb #825ef5b6
 @gluon.jit
 def _masked(t_s, s, place: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """A level's pairs of dM or dL as left operand."""
@@ -955,12 +966,17 @@ def _as_operand(x, dt: gl.constexpr, PARTS: gl.constexpr):
     return x
 
 @gluon.jit
-def _readers_by_levels(t_s, x, gq, ge, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
+def _readers_by_levels(t_s, x, gq, ge, sums, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
                        USE_L2: gl.constexpr, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr,
                        PARTS: gl.constexpr, W: gl.constexpr):
     """The same by levels: every factor at most 1."""
     ACC: gl.constexpr = product_layout(W)
     zero = gl.zeros([C, C], gl.float32, ACC)
+    f = libdevice.exp2(sums)
+    gq, ge = f * gq, f * ge
+    dG = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS) * gq
+    e = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+    dG -= e * _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS) * ge
     for s in range(6):
         _put_decays(t_s, _decay_tile(g, A_log, dt_bias, lower, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, W), _S, PARTS)
         f = libdevice.exp2(_row_sums(_level_matrix(s, T, W), t_s, _S, PARTS, W))
@@ -1092,56 +1108,27 @@ def _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate
     dx = _gate_gradients(dx, g, A_log, dt_bias, lower, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, W)
     _put_token_rows(dg, dx, i_c, i_b, i_h, T, H, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #66a0ce07
-@gluon.jit(do_not_specialize=["T", "H", "NT"])
-def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
-                                 scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
-                                 BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr,
-                                 NEG: gl.constexpr, V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr,
-                                 LEVELS: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
-    """Every gradient of the chunks that take one anchor, or of those that take levels; given start states, dS' and P."""
-    xt: gl.constexpr = q.dtype.element_ty
-    dt: gl.constexpr = gl.bfloat16 if PARTS > 1 else xt
+# %% ../nbs/06_kda_hopper.ipynb #0170dbf9
+@gluon.jit
+def _gradients(t_s, x, a_s, last_s, sums, vec, g, A_log, dt_bias, G, dq, dk, dv, dg, db, dw, dgate, last, scale, lower, i_c, i_b, i_h, i_bh,
+               T, H, NT, LEVELS: gl.constexpr, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
+               BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr, NEG: gl.constexpr,
+               PARTS: gl.constexpr, W: gl.constexpr):
+    """All that follows from states, dS' and P, once they have come."""
     ACC: gl.constexpr = product_layout(W)
     rows: gl.constexpr = gl.SliceLayout(1, ACC)
     cols: gl.constexpr = gl.SliceLayout(0, ACC)
     zero = gl.zeros([C, C], gl.float32, ACC)
     i, j = tile_index(ACC)
-    i_c, i_bh, i_b, i_h = _place(gl.num_programs(0) // NT, H)
-    await_last_kernel()
-    total = _total(vec, i_c, i_bh, NT, cols)
-    if dt != gl.float16:
-        if (gl.min(total, 0) < -160.0) != LEVELS:
-            return
-    t_s = _tiles(dt, 8 if PARTS == 1 and dt == gl.bfloat16 else 7 * PARTS)
-    x = (_tiles(xt, 5 if PER_CHANNEL else 3) if PARTS == 1 else t_s), k, q, v, b, w
-    if PARTS == 1:
-        last_s = _vectors(1, 1).index(0)
-    sums = _get(G, i_c, i_b, i_h, T, H, NT, ACC)
-    _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CHANNEL, PARTS, W)
-    a = _anchor(vec, i_c, i_bh, NT, cols, LEVELS)
-    if PARTS > 1:
-        put(t_s, _get(do, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _O * PARTS)
-        put(t_s, _get(dv, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _P * PARTS)
-    async_copy.wait_group(0)
-    barrier()
-    last = _bring_states(t_s, h0, dht, a, libdevice.exp2(total - 2.0 * a), i_c, i_bh, NT, V_FIRST, HAS_H0, HAS_DHT, PARTS, W)
-    if PARTS == 1:
-        last_s.store(last)  # float32 has room for it in registers alone
-    a = _anchor(vec, i_c, i_bh, NT, cols, LEVELS)
+    a = _anchor(a_s, vec, i_c, i_bh, NT, cols, LEVELS, PARTS)
     _solve(t_s, x, vec, libdevice.exp2(sums - a[None, :]), i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
     dm, dbeta, gq, ge = _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, PARTS, W)
+    sums = _read_again(sums, G, i_c, i_b, i_h, T, H, NT, ACC, PARTS)
     if LEVELS:
-        xq = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-        xk = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-        up = libdevice.exp2(sums)
-        gq, ge = up * gq, up * ge
-        dG = xq * gq - xk * _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS) * ge
-        gq, ge, dG = _readers_by_levels(t_s, x, gq, ge, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL,
+        gq, ge, dG = _readers_by_levels(t_s, x, gq, ge, sums, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL,
                                         USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
     else:
-        a = _anchor(vec, i_c, i_bh, NT, cols, LEVELS)
-        sums = _read_again(sums, G, i_c, i_b, i_h, T, H, NT, ACC, PARTS)
+        a = _anchor(a_s, vec, i_c, i_bh, NT, cols, LEVELS, PARTS)
         gq, ge, dG = _readers_by_anchor(t_s, x, gq, ge, sums, a, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2, PARTS, W)
     xq = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
     xk = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
@@ -1155,15 +1142,14 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
     gk = dm[:, None] * xq - rate * ge  # (8), without dk' and t
     if LEVELS:
         z, dG = _keys_by_levels(t_s, x, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, USE_GATE,
-                            BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
+                                BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
     else:
-        a = _anchor(vec, i_c, i_bh, NT, cols, LEVELS)
         sums = _read_again(sums, G, i_c, i_b, i_h, T, H, NT, ACC, PARTS)
-        z, y = _keys_by_anchor(t_s, libdevice.exp2(a[None, :] - sums), PARTS, W)
-        dG -= y
+        a = _anchor(a_s, vec, i_c, i_bh, NT, cols, LEVELS, PARTS)
+        z, dG = _keys_by_anchor(t_s, libdevice.exp2(a[None, :] - sums), dG, PARTS, W)
     gk += z
     z = _times_R(zero, t_s, t_s, False, PARTS, _D * PARTS)
-    a = _total(vec, i_c, i_bh, NT, cols) - _anchor(vec, i_c, i_bh, NT, cols, LEVELS)
+    a = _total(vec, i_c, i_bh, NT, cols) - _anchor(a_s, vec, i_c, i_bh, NT, cols, LEVELS, PARTS)
     sums = _read_again(sums, G, i_c, i_b, i_h, T, H, NT, ACC, PARTS)
     z = libdevice.exp2(a[None, :] - sums) * mma_wait(z, 0, PARTS)  # (7): t
     tau = xk * z
@@ -1173,7 +1159,48 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
     _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A,
                          HAS_BIAS, PARTS, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #414b8860
+# %% ../nbs/06_kda_hopper.ipynb #94deaa50
+@gluon.jit(do_not_specialize=["T", "H", "NT"])
+def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
+                                 scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
+                                 BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr,
+                                 NEG: gl.constexpr, V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr,
+                                 LEVELS: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
+    """Every gradient of the chunks that take one anchor, or of those that take levels; given start states, dS' and P."""
+    xt: gl.constexpr = q.dtype.element_ty
+    dt: gl.constexpr = gl.bfloat16 if PARTS > 1 else xt
+    ACC: gl.constexpr = product_layout(W)
+    cols: gl.constexpr = gl.SliceLayout(0, ACC)
+    i_c, i_bh, i_b, i_h = _place(gl.num_programs(0) // NT, H)
+    await_last_kernel()
+    if LEVELS and dt != gl.float16:
+        if gl.min(_total(vec, i_c, i_bh, NT, cols), 0) >= -160.0:
+            return
+    t_s = _tiles(dt, 8 if PARTS == 1 and dt == gl.bfloat16 else 7 * PARTS)
+    x = (_tiles(xt, 5 if PER_CHANNEL else 3) if PARTS == 1 else t_s), k, q, v, b, w
+    a_s, last_s = None, None
+    if PARTS == 1:
+        a_s, last_s = _vectors(1, 1).index(0), _vectors(1, 1).index(0)
+    _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CHANNEL, PARTS, W)
+    total = _total(vec, i_c, i_bh, NT, cols)
+    sums = _get(G, i_c, i_b, i_h, T, H, NT, ACC)
+    a = gl.zeros([C], gl.float32, cols) if LEVELS else _whole(0.5 * total)
+    if PARTS == 1 and not LEVELS:
+        a_s.store(a)
+    if PARTS > 1:
+        put(t_s, _get(do, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _O * PARTS)
+        put(t_s, _get(dv, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _P * PARTS)
+    mine = LEVELS | (gl.min(total, 0) >= -160.0)
+    async_copy.wait_group(0)
+    barrier()
+    last = _bring_states(t_s, h0, dht, a, libdevice.exp2(total - 2.0 * a), i_c, i_bh, NT, V_FIRST, HAS_H0, HAS_DHT, PARTS, W)
+    if PARTS == 1:
+        last_s.store(last)  # float32 has room for it in registers alone
+    if mine:
+        _gradients(t_s, x, a_s, last_s, sums, vec, g, A_log, dt_bias, G, dq, dk, dv, dg, db, dw, dgate, last, scale, lower, i_c, i_b, i_h,
+                   i_bh, T, H, NT, LEVELS, PER_CHANNEL, USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, USE_SIGMOID, NEG, PARTS, W)
+
+# %% ../nbs/06_kda_hopper.ipynb #9513324d
 PLANS = {  # PARTS -> plans of A and M, the forward scan, the backward scan and the chunks' gradients
     1: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8),
         dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8), dict(W=4, num_warps=4)),
@@ -1189,6 +1216,7 @@ def runs_here(
 ) -> bool: # whether these kernels are for it
     "Keys and values of 64, a GPU of compute capability 9.0, and no float32 at full precision."
     return (dtype is not torch.float32 or prec == "tf32") and gated_delta_hopper.runs_here(K, V, device)
+
 
 def levels_of(
     dtype, # of q
@@ -1226,14 +1254,14 @@ def chunk_bwd(kinds, parts, per_channel, l2norm, gate, bounded, has_a, bias, sig
     return launcher(_hopper_kda_chunk_bwd_kernel, True, **_gates(per_channel, l2norm, gate, bounded, has_a, bias), USE_SIGMOID=sigmoid,
                     NEG=neg, V_FIRST=v_first, HAS_H0=h0, HAS_DHT=dht, LEVELS=levels, PARTS=parts, **PLANS[parts][3], **_EARLY)
 
-# %% ../nbs/06_kda_hopper.ipynb #66694a07
+# %% ../nbs/06_kda_hopper.ipynb #0710a600
 _WIDE = dict.fromkeys("g G dg vec h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32")
 _WIDE |= dict(scale="fp32", lower="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
 _SWITCHES = "PER_CHANNEL USE_L2 USE_GATE BOUNDED HAS_A HAS_BIAS USE_SIGMOID NEG V_FIRST HAS_H0 SAVE_HT HAS_DHT SAVE_DH0".split()
 _SPILLS = {  # (dtype, PARTS, everything): bytes per thread, for each kernel; the last for one anchor and for levels
-    ("bf16", 1, False): (0, 64, 0, 192, 464), ("bf16", 1, True): (16, 64, 0, 416, 560), ("fp16", 1, False): (0, 64, 0, 488, 432),
-    ("fp32", 2, False): (32, 224, 0, 336, 1312), ("fp32", 2, True): (144, 336, 0, 704, 1664),
+    ("bf16", 1, False): (0, 64, 0, 160, 456), ("bf16", 1, True): (16, 64, 0, 384, 584), ("fp16", 1, False): (0, 64, 0, 24, 424),
+    ("fp32", 2, False): (72, 224, 0, 384, 1328), ("fp32", 2, True): (200, 336, 16, 584, 1624),
 }
 
 def _case(kernel, dtype, parts, everything, levels, plan, spill):
