@@ -515,7 +515,7 @@ def _scan_load(q, k, x, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, m_s, d_s, r
         async_copy.wait_group(1)
         signal(full.index(st))
 
-# %% ../nbs/06_kda_hopper.ipynb #b1d943fc
+# %% ../nbs/06_kda_hopper.ipynb #db111ae3
 @gluon.jit
 def _fwd_chain(k_s, e_s, x_s, a_s, d_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, h0, ht, i_bh, NT,
                V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, SAVE_HT: gl.constexpr, NB: gl.constexpr, PARTS: gl.constexpr,
@@ -525,6 +525,7 @@ def _fwd_chain(k_s, e_s, x_s, a_s, d_s, S_s, R_s, full, empty, s_full, s_empty, 
     ACC: gl.constexpr = product_layout()
     LHS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     cols: gl.constexpr = gl.SliceLayout(0, ACC)
+    RP: gl.constexpr = 2 if dt == gl.bfloat16 else PARTS
     S = _first_state(h0, i_bh, HAS_H0, V_FIRST)
     zero = gl.zeros([C, C], gl.float32, ACC)
     for c in range(NT):
@@ -544,17 +545,19 @@ def _fwd_chain(k_s, e_s, x_s, a_s, d_s, S_s, R_s, full, empty, s_full, s_empty, 
         R = z - mma_wait(R, 0, PARTS)  # (2): z - (gamma e) S
         R = mma_registers(R, operand(R, dt, LHS, PARTS), a_s, True, PARTS, False, at)  # (2): + (A - I) of that
         R = mma_wait(R, 0, PARTS)
-        r = parts(R, dt, PARTS)
+        r = parts(R, dt, RP)
         S = mma_registers(S, operand_of(r, LHS, PARTS), k_s, False, PARTS, False, at)  # (2): S'
+        if RP > PARTS:
+            S = mma_registers(S, (gl.convert_layout(r[1], LHS),), k_s, False, 1, False, at)
         mbarrier.wait(r_empty.index(sb), ph ^ 1)
-        put_parts(R_s, r, PARTS, sb * PARTS)
+        put_parts(R_s, r, RP, sb * RP)
         announce(r_full.index(sb))
         S = mma_wait(S, 0, PARTS)
         signal(empty.index(st))
     if SAVE_HT:
         gl.store(ht + i_bh * C * C + _state(ACC, V_FIRST), S)
 
-# %% ../nbs/06_kda_hopper.ipynb #3531990b
+# %% ../nbs/06_kda_hopper.ipynb #372490f2
 @gluon.jit
 def _scores(M, n, i_b, i_h, T, H, PARTS: gl.constexpr):
     """M of chunk n as left operand in registers."""
@@ -573,6 +576,7 @@ def _fwd_out(M, q_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, o,
     L: gl.constexpr = tile_layout(xt)
     Lh: gl.constexpr = tile_layout(q_s.dtype)
     ACC: gl.constexpr = product_layout()
+    RP: gl.constexpr = 2 if q_s.dtype == gl.bfloat16 else PARTS
     zero = gl.zeros([C, C], gl.float32, ACC)
     i, j = tile_index(Lh)
     await_last_kernel()
@@ -594,13 +598,15 @@ def _fwd_out(M, q_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, o,
         mbarrier.arrive(s_empty.index(sb))
         mbarrier.arrive(empty.index(st))
         mbarrier.wait(r_full.index(sb), ph)
-        O = mma_registers(O, m, R_s, True, PARTS, False, sb * PARTS)  # (2)
+        O = mma_registers(O, m, R_s, True, PARTS, False, sb * RP)  # (2)
+        if RP > PARTS:
+            O = mma_registers(O, m, R_s, True, 1, False, sb * RP + 1)
         O = mma_wait(O, 0, PARTS)
         signal(r_empty.index(sb))
         p, m = token_rows(o, i_b, i_h, c * C, T, H, L)
         gl.store(p, gl.convert_layout(O.to(xt), L), mask=m)
 
-# %% ../nbs/06_kda_hopper.ipynb #cbeb2a4c
+# %% ../nbs/06_kda_hopper.ipynb #aa666174
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_fwd_kernel(q, k, v, G, b, w, A, M, vec, h0, o, h, ht, scale, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr,
                            V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, SAVE_H: gl.constexpr, SAVE_HT: gl.constexpr, NB: gl.constexpr,
@@ -619,7 +625,7 @@ def _hopper_kda_fwd_kernel(q, k, v, G, b, w, A, M, vec, h0, o, h, ht, scale, T, 
     if PARTS == 1:
         raw_s, sums_s = _tiles(xt, 5 if PER_CHANNEL else 3), _tiles(gl.float32, 1)
     S_s = _tiles(dt, NB * PARTS)
-    R_s = _tiles(dt, NB * PARTS)
+    R_s = _tiles(dt, NB * (2 if dt == gl.bfloat16 else PARTS))  # in bfloat16 two parts: its rounding is a third of O's error
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     s_full, s_empty, r_full, r_empty = barriers(NB, 1), barriers(NB, 1), barriers(NB, 1), barriers(NB, 1)
     gl.warp_specialize([
