@@ -71,7 +71,8 @@ def origin(rows):
     versions = ", ".join(dict.fromkeys(f"{row['impl']} {row['version']}" for row in peers if row["version"]))
     return (f"Ours / theirs, and how many times less. {seen('gpu')}; torch {seen('torch')}, Triton {seen('triton')}"
             f"{', ' if versions else ''}{versions}; {seen('date')}. Device time is a CUDA graph replayed, wall time an eager "
-            "call, memory what a call adds to its inputs. Both sides were measured in one process, turn by turn.")
+            "call, memory what a call adds to its inputs. Both sides were measured in one process, turn by turn. fp32 is float32 "
+            "at PyTorch's precision highest; fla multiplies it in TF32 all the same.")
 
 
 def block(root):
