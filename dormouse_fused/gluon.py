@@ -310,7 +310,7 @@ def _bind(f, swaps, done):
         else: names[name] = value.value if isinstance(value, gl.constexpr) else value
     return bound
 
-# %% ../nbs/04_gluon.ipynb #96cbe132
+# %% ../nbs/04_gluon.ipynb #6d28c388
 def interpret(
     kernel, # a Gluon kernel
     programs:int, # how many
@@ -322,7 +322,7 @@ def interpret(
     for program in range(programs):
         bars = _Barriers()
         copies = SimpleNamespace(async_copy_global_to_shared=lambda s, p, mask=None: s.store(p.load(mask)), commit_group=_nothing,
-                                 wait_group=_nothing, mbarrier_arrive=lambda b, increment_count, bars=bars: bars.arrive(b, None))
+                                 wait_group=_nothing, mbarrier_arrive=lambda b, increment_count, bars=bars: None if increment_count else bars.arrive(b, None))
         bars.MBarrierLayout = _nothing
         swaps = {gl: _language(program, programs), async_copy: copies, mbarrier: bars, libdevice: SimpleNamespace(exp2=torch.exp2),
                  warpgroup_mma: _product, warpgroup_mma_wait: lambda n, deps: deps[0], fence_async_shared: _nothing, barrier: _nothing,

@@ -197,7 +197,7 @@ def _write(v, w, beta, i_b, i_h, t0, i, o_v, T, H, V: tl.constexpr, BV: tl.const
     else:
         return v_, beta[:, None]
 
-# %% ../nbs/11_kda.ipynb #f502b76d
+# %% ../nbs/11_kda.ipynb #48880cdd
 @triton.jit
 def _softplus(x):
     e = tl.exp(-tl.abs(x))
@@ -212,25 +212,24 @@ def _raw(g, dt_bias, i_b, i_h, t0, o_t, o_k, T, H, K: tl.constexpr, BK: tl.const
     return x
 
 @triton.jit
-def _rate(A_log, i_h, HAS_A: tl.constexpr):
+def _rate(A_log, i_h, HAS_A: tl.constexpr, wide: tl.constexpr = tl.float32):
     if HAS_A:
-        return tl.exp(tl.load(A_log + i_h).to(tl.float32))
+        return tl.exp(tl.load(A_log + i_h).to(wide))
     else:
         return 1.0
 
-# %% ../nbs/11_kda.ipynb #c40ba540
+# %% ../nbs/11_kda.ipynb #e71a37b4
 @triton.jit
 def _log_decay(g, A_log, dt_bias, lower, i_b, i_h, t0, o_t, o_k, end, T, H, K: tl.constexpr, BK: tl.constexpr,
                USE_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, PREC: tl.constexpr):
     """log2 of the decay of rows t0 + o_t by channel, 0 past T and from row `end` of the chunk on; float64 at "highest"."""
-    x = _raw(g, dt_bias, i_b, i_h, t0, o_t, o_k, T, H, K, BK, USE_GATE and HAS_BIAS)
+    wide: tl.constexpr = tl.float32 if PREC == "tf32" else tl.float64  # a gate of -40 sigma(x) has 40 times sigma's rounding
+    x = _raw(g, dt_bias, i_b, i_h, t0, o_t, o_k, T, H, K, BK, USE_GATE and HAS_BIAS).to(wide)
     if USE_GATE:
         if BOUNDED:
-            x = lower * tl.sigmoid(_rate(A_log, i_h, HAS_A) * x)
+            x = lower / (1.0 + tl.exp(-_rate(A_log, i_h, HAS_A, wide) * x))
         else:
-            x = -_rate(A_log, i_h, HAS_A) * _softplus(x)
-    if PREC != "tf32":
-        x = x.to(tl.float64)
+            x = -_rate(A_log, i_h, HAS_A, wide) * _softplus(x)
     x = x * LOG2E
     x = tl.where(x < -128.0, -128.0, x)
     return tl.where((t0 + o_t < T) & (o_t < end) & (o_k < K), x, 0.0)
@@ -441,44 +440,45 @@ def _fwd_kernels(K, V, kinds, prec, fast, switches, rate, v_first, h0, save, ht)
                     **c["scan_fwd"])
     return chunk, scan, triton.cdiv(V, c["scan_fwd"]["BV"])
 
-# %% ../nbs/11_kda.ipynb #3a67580f
+# %% ../nbs/11_kda.ipynb #d417804d
 def _viewed(x, dtype): return x if x.dtype is dtype else x.view(dtype)
 
 @lru_cache(4096)
-def _saved(B, T, H, K, V, dtype, prec, fast):
+def _saved(B, T, H, K, V, dtype, prec, fast, per_channel):
     "Tokens in a chunk, how many chunks, and shapes and dtypes of A and M, their rows of float32, G and the states."
     if fast:
         NT, parts = -(-T // 64), hopper.parts_of(dtype, prec)
         low = torch.bfloat16 if parts > 1 else dtype
         tile = (B, H, NT, parts, 3072), low
         rows, states = ((B, H, NT, 4, 64), torch.float32), ((B, H, max(NT - 1, 0), parts, V, K), low)
-        return 64, NT, tile, ((B, T, H, K), dtype), rows, ((B, T, H, K), torch.float32), states
+        like_k = (B, T, H, K), dtype
+        return 64, NT, like_k if per_channel else tile, like_k, rows, ((B, T, H, K), torch.float32), states
     C = _config(int(K), int(V), dtype)["C"]
     NT = -(-T // C)
     tile = (B, H, NT, 3 * C * C // 4), dtype
     return C, NT, tile, tile, ((B, H, NT, 3, C), torch.float32), ((0,), torch.float32), ((B, H, max(NT - 1, 0), V, K), dtype)
 
-# %% ../nbs/11_kda.ipynb #001489c1
+# %% ../nbs/11_kda.ipynb #aa74b5dc
 def _fwd(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     q, k, v, g, b, w, A_log, dt_bias, h0 = map(_dense, (q, k, v, g, b, w, A_log, dt_bias, h0))
     (B, T, H, K), V = q.shape, v.shape[-1]
     prec = fp32_precision(q.dtype)
     fast = _on_hopper(K, V, q.dtype, prec, q.device)
-    C, NT, *saved = _saved(B, T, H, K, V, q.dtype, prec, fast)
+    C, NT, *saved = _saved(B, T, H, K, V, q.dtype, prec, fast, w is not None)
     switches, rate = _how(w, A_log, dt_bias, lower, l2norm, gate, sigmoid, neg)
     chunk, scan, blocks = _fwd_kernels(K, V, _kinds(q, g, b, w, A_log, dt_bias, h0), prec, fast, switches, rate, v_first, h0 is not None,
                                        save, output_final_state)
     o, low = torch.empty_like(v), lower or 0.0
     ht = q.new_empty(_state_shape(B, H, K, V, v_first) if output_final_state else (0,), dtype=torch.float32)
     A, M, vec, G, h = (q.new_empty(shape if save or n < 4 else (0,), dtype=dtype) for n, (shape, dtype) in enumerate(saved))
-    m = _viewed(M, A.dtype)
+    a, m = _viewed(A, h.dtype), _viewed(M, h.dtype)
     if T == 0 and output_final_state: ht.copy_(h0) if h0 is not None else ht.zero_()
     if o.numel():
         x = (q, k, v, G, b, w) if fast else (q, k, v, g, b, w, A_log, dt_bias)
-        x += A, m, vec, h0, o, h, ht, scale, *(() if fast else (low,)), T, H, NT
+        x += a, m, vec, h0, o, h, ht, scale, *(() if fast else (low,)), T, H, NT
         if scan.prepare(*x) and save:
             _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, T, NT, l2norm, gate, sigmoid, neg, v_first)
-        chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, m, *((G,) if fast else ()), vec, scale, low, T, H, NT)
+        chunk(B * H * NT, q, k, g, b, A_log, dt_bias, a, m, *((G,) if fast else ()), vec, scale, low, T, H, NT)
         scan(B * H * blocks, *x)
     return o, ht, *((A, M, vec, G) if save else (x.new_empty(0) for x in (A, M, vec, G))), h
 
@@ -671,17 +671,18 @@ def _bwd_kernels(K, V, kinds, prec, parts, switches, rate, v_first, h0, dht, dh0
     chunk = launcher(_kda_chunk_bwd_kernel, True, **tile, **dict(rate), HAS_H0=h0, LEVELS=c["C"].bit_length() - 1, **c["chunk_bwd"])
     return c["C"], scan, [chunk], triton.cdiv(V, c["scan_bwd"]["BV"])
 
-# %% ../nbs/11_kda.ipynb #33b0006d
+# %% ../nbs/11_kda.ipynb #37a7c4d1
 def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0,
          spend):
     do, q, k, v, g, b, w, A_log, dt_bias, dht, h0 = map(_dense, (do, q, k, v, g, b, w, A_log, dt_bias, dht, h0))
     (B, T, H, K), V = q.shape, v.shape[-1]
     switches, rate = _how(w, A_log, dt_bias, lower, l2norm, gate, sigmoid, neg)
-    parts = A.shape[3] if A.dim() == 5 else 0
+    parts = h.shape[3] if h.dim() == 6 else 0
     C, scan, chunks, blocks = _bwd_kernels(K, V, _kinds(q, g, b, w, A_log, dt_bias, dht, h0), fp32_precision(q.dtype), parts, switches,
                                            rate, v_first, h0 is not None, dht is not None, want_dh0)
     NT, low = -(-T // C), lower or 0.0
-    dq, dv, db = map(torch.empty_like, (q, v, b))
+    dq, dv = map(torch.empty_like, (q, v))
+    db = A if spend and parts and w is not None and b.dtype is A.dtype else torch.empty_like(b)
     dk = M if spend and parts else torch.empty_like(k)
     dg = G if spend and parts and g.dtype is torch.float32 else torch.empty_like(g)
     dw = q.new_empty(0) if w is None else torch.empty_like(w)
@@ -689,6 +690,7 @@ def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, 
     dgate = q.new_empty((B, NT, H * (K + 1)) if gate else (0,), dtype=torch.float32)
     if T == 0 and want_dh0: dh0.copy_(dht) if dht is not None else dh0.zero_()
     if dv.numel():
+        A = _viewed(A, h.dtype)
         if parts: ds = dq.view(h.dtype),
         else: ds = (dq, dk) if _ds_home(V, C) else (q.new_empty(B, H, NT - 1, V, K), None)
         if parts: scan(B * H, q, k, do, G, b, A, _viewed(M, h.dtype), vec, dht, *ds, dv, dh0, scale, T, H, NT)
@@ -698,27 +700,29 @@ def _bwd(do, dht, q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, 
                   dw, dgate, scale, low, T, H, NT)
     return dq, dk, dv, dg, db, dw, dgate.sum((0, 1)) if gate else dgate, dh0
 
-# %% ../nbs/11_kda.ipynb #bf5dbacb
+# %% ../nbs/11_kda.ipynb #d2a47f23
 def _bwd_apart(*args): return _bwd(*args[:-1], False)  # an operator's results are not its arguments' memory
 
 def _again(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, l2norm, gate, sigmoid, neg, v_first, want_dh0):
-    "M and G, once an earlier backward has had their memory; the launch makes A and the row vectors again, bit for bit."
+    "A, M and G, once an earlier backward has had their memory; the launch makes the row vectors again, bit for bit."
     q, k, g, b, A_log, dt_bias = map(_dense, (q, k, g, b, A_log, dt_bias))
-    (B, T, H, K), V, M, G = q.shape, v.shape[-1], torch.empty_like(M), torch.empty_like(G)
+    (B, T, H, K), V, A, M, G = q.shape, v.shape[-1], *map(torch.empty_like, (A, M, G))
     switches, rate = _how(w, A_log, dt_bias, lower, l2norm, gate, sigmoid, neg)
     chunk, *_ = _fwd_kernels(K, V, _kinds(q, g, b, w, A_log, dt_bias, h0), fp32_precision(q.dtype), True, switches, rate, v_first,
                              h0 is not None, True, False)
     NT = -(-T // 64)
-    if G.numel(): chunk(B * H * NT, q, k, g, b, A_log, dt_bias, A, _viewed(M, A.dtype), G, vec, scale, lower or 0.0, T, H, NT)
-    return M, G
+    a, m = _viewed(A, h.dtype), _viewed(M, h.dtype)
+    if G.numel(): chunk(B * H * NT, q, k, g, b, A_log, dt_bias, a, m, G, vec, scale, lower or 0.0, T, H, NT)
+    return A, M, G
 
-# %% ../nbs/11_kda.ipynb #af7738b8
+# %% ../nbs/11_kda.ipynb #5acd9b7c
 def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, lower, T, NT, l2norm, gate, sigmoid, neg, v_first):
     K, V, H, low = q.shape[-1], v.shape[-1], q.shape[2], lower or 0.0
-    parts = A.shape[3] if A.dim() == 5 else 0
+    parts = h.shape[3] if h.dim() == 6 else 0
     C, scan, chunks, _ = _bwd_kernels(K, V, _kinds(q, g, b, w, A_log, dt_bias, None, h0), fp32_precision(q.dtype), parts,
                                       *_how(w, A_log, dt_bias, lower, l2norm, gate, sigmoid, neg), v_first, h0 is not None, False,
                                       h0 is not None)
+    A = _viewed(A, h.dtype)
     ds = (q.view(h.dtype),) if parts else (q, k) if _ds_home(V, C) else (q, None)
     dw = q if w is None else w
     if parts: scan.prepare(q, k, v, G, b, A, _viewed(M, h.dtype), vec, None, *ds, v, vec, scale, T, H, NT)
@@ -727,12 +731,13 @@ def _prepare_bwd(q, k, v, g, b, w, A_log, dt_bias, h0, A, M, vec, G, h, scale, l
         chunk.prepare(q, k, v, g, b, w, A_log, dt_bias, A, *((G,) if parts else ()), vec, h0, h, v, None, *ds, q, k, v, g, b, dw, vec,
                       scale, low, T, H, NT)
 
-# %% ../nbs/11_kda.ipynb #ada3499b
+# %% ../nbs/11_kda.ipynb #6af84565
 def _fwd_fake(q, k, v, g, b, w, A_log, dt_bias, h0, scale, lower, output_final_state, l2norm, gate, sigmoid, neg, v_first, save):
     B, H, K, V = q.shape[0], *q.shape[2:], v.shape[-1]
     state = _state_shape(B, H, K, V, v_first) if output_final_state else (0,)
     prec = fp32_precision(q.dtype)
-    _, _, *saved = _saved.__wrapped__(B, q.shape[1], H, K, V, q.dtype, prec, _on_hopper(K, V, q.dtype, prec, q.device))
+    _, _, *saved = _saved.__wrapped__(B, q.shape[1], H, K, V, q.dtype, prec, _on_hopper(K, V, q.dtype, prec, q.device),
+                                        w is not None)
     saved = (q.new_empty(shape if save else (0,), dtype=dtype) for shape, dtype in saved)
     return v.new_empty(v.shape), q.new_empty(state, dtype=torch.float32), *saved
 
@@ -752,7 +757,7 @@ _bwd_op = register(f"kda_bwd(Tensor do, Tensor? dht, {_IN}, Tensor A, Tensor M, 
                    f" bool want_dh0, bool spend) -> ({', '.join(['Tensor'] * 8)})", _bwd_apart, _bwd_fake)
 _fwd_call, _bwd_call = straight(_fwd_op, _fwd), straight(_bwd_op, _bwd)
 
-# %% ../nbs/11_kda.ipynb #67d1fbcf
+# %% ../nbs/11_kda.ipynb #f74aafab
 class _KDA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
@@ -769,7 +774,7 @@ class _KDA(torch.autograd.Function):
     def backward(ctx, do, dht):
         *x, A, M, vec, G, h = ctx.saved_tensors
         if do is None: do = torch.zeros_like(x[2])  # only the final state was used
-        if ctx.spent: M, G = _again(*x, A, M, vec, G, h, *ctx.options)
+        if ctx.spent: A, M, G = _again(*x, A, M, vec, G, h, *ctx.options)
         *grads, dgate, dh0 = _bwd_call(do, dht, *x, A, M, vec, G, h, *ctx.options, True)
         ctx.spent = ctx.spent or grads[1] is M
         grads, wants = [d if need else None for d, need in zip(grads, ctx.needs_input_grad)], ctx.needs_input_grad[6:9]

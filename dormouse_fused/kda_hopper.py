@@ -247,7 +247,7 @@ def _inverse(L, s_, dt: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
         barrier()
     return X
 
-# %% ../nbs/06_kda_hopper.ipynb #af05537e
+# %% ../nbs/06_kda_hopper.ipynb #53a8d651
 @gluon.jit
 def _score_rows(M, n, part: gl.constexpr, i_b, i_h, T, H, L: gl.constexpr, PARTS: gl.constexpr):
     """Pointers and mask of a part of M of chunk n: in the rows of dk, as dS' is in those of dq, without its empty quarter."""
@@ -256,14 +256,22 @@ def _score_rows(M, n, part: gl.constexpr, i_b, i_h, T, H, L: gl.constexpr, PARTS
     return p, ((i >= C // 2) | (j < C // 2)) & (n * C + i < T) & (n >= 0)
 
 @gluon.jit
-def _put_solved(A, n, x, t_s, PARTS: gl.constexpr, W: gl.constexpr):
+def _inverse_rows(A, n, part: gl.constexpr, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, L: gl.constexpr, PARTS: gl.constexpr):
+    """The same for A - I: packed; by channel in the rows of db, as M is in those of dk."""
+    if PER_CHANNEL:
+        return _score_rows(A, n, part, i_b, i_h, T, H, L, PARTS)
+    else:
+        return _solved(A, (i_bh * NT + n) * PARTS + part, L)
+
+@gluon.jit
+def _put_solved(A, x, t_s, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """A tile of A - I, without its empty quarter."""
     L: gl.constexpr = tile_layout(t_s.dtype, W)
-    p, m = _solved(A, n * PARTS, L)
     put(t_s, x, t_s.dtype, PARTS)
     barrier()
     for part in gl.static_range(PARTS):
-        gl.store(p + part * (3 * C * C // 4), t_s.index(part).load(L), mask=m)
+        p, m = _inverse_rows(A, i_c, part, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, L, PARTS)
+        gl.store(p, t_s.index(part).load(L), mask=m)
 
 # %% ../nbs/06_kda_hopper.ipynb #4178c265
 @gluon.jit
@@ -364,7 +372,7 @@ def _scores_by_levels(t_s, x_s, r_s, M, G, b, scale, i_c, i_b, i_h, i_bh, T, H, 
             barrier()
     return L
 
-# %% ../nbs/06_kda_hopper.ipynb #1221606c
+# %% ../nbs/06_kda_hopper.ipynb #746cb116
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_chunk_fwd_kernel(q, k, g, b, A_log, dt_bias, A, M, G, vec, scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr,
                                  EPS: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr,
@@ -372,6 +380,7 @@ def _hopper_kda_chunk_fwd_kernel(q, k, g, b, A_log, dt_bias, A, M, G, vec, scale
                                  PARTS: gl.constexpr, W: gl.constexpr):
     """A - I and M of every chunk, G of every token, and the chunk's row vectors."""
     launch_dependents()
+    await_last_kernel()
     xt: gl.constexpr = q.dtype.element_ty
     dt: gl.constexpr = gl.bfloat16 if PARTS > 1 else xt
     ACC: gl.constexpr = product_layout(W)
@@ -416,116 +425,117 @@ def _hopper_kda_chunk_fwd_kernel(q, k, g, b, A_log, dt_bias, A, M, G, vec, scale
         L = _scores_by_levels(t_s, x_s, r_s, M, x, b, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
     barrier()
     X = _inverse(L, t_s, dt, PARTS, W)
-    _put_solved(A, i_bh * NT + i_c, gl.where(i == j, 0.0, X), t_s, PARTS, W)
+    _put_solved(A, gl.where(i == j, 0.0, X), t_s, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, PARTS, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #98fbd5e5
+# %% ../nbs/06_kda_hopper.ipynb #8a65c543
 @gluon.jit
-def _copy_solved(s, A, st, n, L: gl.constexpr, PARTS: gl.constexpr):
-    """Starts the copies of tile n of A - I."""
-    p, m = _solved(A, n * PARTS, L)
+def _copy_solved(s, A, at, n, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, L: gl.constexpr, PARTS: gl.constexpr):
+    """Starts the copies of A - I of chunk n into place `at`."""
     for part in gl.static_range(PARTS):
-        async_copy.async_copy_global_to_shared(s.index(st * PARTS + part), p + part * (3 * C * C // 4), mask=m)
+        p, m = _inverse_rows(A, n, part, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, L, PARTS)
+        async_copy.async_copy_global_to_shared(s.index(at * PARTS + part), p, mask=m & (n >= 0) & (n < NT))
 
-# %% ../nbs/06_kda_hopper.ipynb #fddaa5f1
+# %% ../nbs/06_kda_hopper.ipynb #1e3b784e
 @gluon.jit
-def _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, WRITES: gl.constexpr,
-                USE_L2: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
-    """Starts the copies of a chunk's rows as they are in memory; of float32, which has no room, the row vectors alone."""
-    if PARTS == 1:
-        L: gl.constexpr = tile_layout(q.dtype.element_ty, W)
-        _copy(raw_s.index(0), k, c, i_b, i_h, T, H, NT, L)
-        _copy(raw_s.index(1), q, c, i_b, i_h, T, H, NT, L)
-        _copy(raw_s.index(2), x, c, i_b, i_h, T, H, NT, L)
-        if PER_CHANNEL:
-            _copy(raw_s.index(3), b, c, i_b, i_h, T, H, NT, L)
-        if WRITES:
-            _copy(raw_s.index(4), w, c, i_b, i_h, T, H, NT, L)
-        _copy(sums_s.index(0), G, c, i_b, i_h, T, H, NT, tile_layout(gl.float32, W))
+def _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, at, c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, WRITES: gl.constexpr,
+                USE_L2: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr):
+    """Starts the copies of a chunk's rows as they are in memory, into place `at`."""
+    L: gl.constexpr = tile_layout(q.dtype.element_ty, W)
+    _copy(raw_s.index(at * ROWS), k, c, i_b, i_h, T, H, NT, L)
+    _copy(raw_s.index(at * ROWS + 1), q, c, i_b, i_h, T, H, NT, L)
+    _copy(raw_s.index(at * ROWS + 2), x, c, i_b, i_h, T, H, NT, L)
+    if PER_CHANNEL:
+        _copy(raw_s.index(at * ROWS + 3), b, c, i_b, i_h, T, H, NT, L)
+    if WRITES:
+        _copy(raw_s.index(at * ROWS + 4), w, c, i_b, i_h, T, H, NT, L)
+    _copy(sums_s.index(at), G, c, i_b, i_h, T, H, NT, tile_layout(gl.float32, W))
     o = gl.arange(0, 4 * C, gl.BlockedLayout([4], [32], [W], [0]))
     m = (o < 4 * C) & (o >= (0 if USE_L2 else 2 * C)) & (c >= 0) & (c < NT)
-    async_copy.async_copy_global_to_shared(r_s, vec + (i_bh * NT + c) * (4 * C) + o, mask=m)
+    async_copy.async_copy_global_to_shared(r_s.index(at), vec + (i_bh * NT + c) * (4 * C) + o, mask=m)
     async_copy.commit_group()
 
-# %% ../nbs/06_kda_hopper.ipynb #12290446
+@gluon.jit
+def _bring_solved(A, M, a_s, m_s, at, c, i_b, i_h, i_bh, T, H, NT, REVERSE: gl.constexpr, PER_CHANNEL: gl.constexpr,
+                  PARTS: gl.constexpr, W: gl.constexpr):
+    """Starts the copies of A - I and, backwards, of M."""
+    L: gl.constexpr = tile_layout(a_s.dtype, W)
+    _copy_solved(a_s, A, at, c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, L, PARTS)
+    if REVERSE:
+        for part in gl.static_range(PARTS):
+            p, m = _score_rows(M, c, part, i_b, i_h, T, H, L, PARTS)
+            async_copy.async_copy_global_to_shared(m_s.index(at * PARTS + part), p, mask=m)
+
+# %% ../nbs/06_kda_hopper.ipynb #abaac761
 @gluon.jit
 def _scan_load(q, k, x, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, m_s, d_s, raw_s, sums_s, r_s, full, empty, scale,
                i_b, i_h, i_bh, T, H, NT, REVERSE: gl.constexpr, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, PARTS: gl.constexpr,
-               STAGES: gl.constexpr, W: gl.constexpr):
+               STAGES: gl.constexpr, SOLVED: gl.constexpr, RAW: gl.constexpr, W: gl.constexpr):
     """The loading warps: what each chunk reads from the state, writes into it, and adds to it, as operands."""
     dt: gl.constexpr = k_s.dtype
     L: gl.constexpr = tile_layout(q.dtype.element_ty, W)
-    Lh: gl.constexpr = tile_layout(dt, W)
     cols: gl.constexpr = gl.SliceLayout(0, L)
     WRITES: gl.constexpr = PER_CHANNEL and not REVERSE
-    c = NT - 1 if REVERSE else 0
-    if not REVERSE:
-        await_last_kernel()
-    if PARTS > 1:
-        rG, rk = _get(G, c, i_b, i_h, T, H, NT, L), _get(k, c, i_b, i_h, T, H, NT, L)
-    _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, WRITES, USE_L2, PARTS, W)
+    ROWS: gl.constexpr = 5 if WRITES else 4 if PER_CHANNEL else 3
+    AHEAD: gl.constexpr = SOLVED - STAGES
+    await_last_kernel()
+    for n in gl.static_range(AHEAD):
+        _bring_solved(A, M, a_s, m_s, n, NT - 1 - n if REVERSE else n, i_b, i_h, i_bh, T, H, NT, REVERSE, PER_CHANNEL, PARTS, W)
+    for n in gl.static_range(RAW):
+        _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, n, NT - 1 - n if REVERSE else n, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL,
+                    WRITES, USE_L2, ROWS, W)
     for n in range(NT):
-        st = n % STAGES
-        c = NT - 1 - n if REVERSE else n
-        f = NT - 2 - n if REVERSE else n + 1
-        mbarrier.wait(empty.index(st), n // STAGES % 2 ^ 1)
-        _copy_solved(a_s, A, st, i_bh * NT + c, Lh, PARTS)
-        if REVERSE:
-            for part in gl.static_range(PARTS):
-                p, m = _score_rows(M, c, part, i_b, i_h, T, H, Lh, PARTS)
-                async_copy.async_copy_global_to_shared(m_s.index(st * PARTS + part), p, mask=m)
-        async_copy.commit_group()
-        if PARTS > 1:
-            xk, xG = rk, rG
-            xx, xq = _get(x, c, i_b, i_h, T, H, NT, L), _get(q, c, i_b, i_h, T, H, NT, L)
-            xb, xw = xx, xx
-            if PER_CHANNEL:
-                xb = _get(b, c, i_b, i_h, T, H, NT, L)
-            if WRITES:
-                xw = _get(w, c, i_b, i_h, T, H, NT, L)
-            rG, rk = _get(G, f, i_b, i_h, T, H, NT, L), _get(k, f, i_b, i_h, T, H, NT, L)
-        async_copy.wait_group(1)
+        st, raw, f, s = n % STAGES, n % RAW, n + RAW, n + AHEAD
+        at = st * PARTS
+        if STAGES > 1:
+            mbarrier.wait(empty.index(st), n // STAGES % 2 ^ 1)
+            _bring_solved(A, M, a_s, m_s, st, NT - 1 - n if REVERSE else n, i_b, i_h, i_bh, T, H, NT, REVERSE, PER_CHANNEL, PARTS, W)
+            async_copy.mbarrier_arrive(full.index(st), increment_count=True)
+        async_copy.wait_group(RAW - 1)
         barrier()
-        if PARTS == 1:
-            xG, xk, xq, xx = sums_s.index(0).load(L), raw_s.index(0).load(L), raw_s.index(1).load(L), raw_s.index(2).load(L)
-            xb, xw = xx, xx
-            if PER_CHANNEL:
-                xb = raw_s.index(3).load(L)
-            if WRITES:
-                xw = raw_s.index(4).load(L)
-        total = r_s.slice(3 * C, C).load(cols)
-        beta = _row_of(r_s, 2, L)
-        y, z = _unit_here(xk, r_s, 1, L, USE_L2), _unit_here(xq, r_s, 0, L, USE_L2)
-        barrier()
-        _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, f, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, WRITES, USE_L2, PARTS, W)
-        d_s.index(st).store(libdevice.exp2(total))
-        put(k_s, y * libdevice.exp2(total[None, :] - xG), dt, PARTS, st * PARTS)
-        gamma = libdevice.exp2(xG)
-        put(q_s, z * (scale * gamma), dt, PARTS, st * PARTS)
-        z = xx.to(gl.float32)
-        if PER_CHANNEL:
-            y *= xb.to(gl.float32)
-        else:
-            y *= beta
+        row_s = r_s.index(raw)
+        xG, xk, xq = sums_s.index(raw).load(L), raw_s.index(raw * ROWS).load(L), raw_s.index(raw * ROWS + 1).load(L)
+        z = raw_s.index(raw * ROWS + 2).load(L).to(gl.float32)
+        total = row_s.slice(3 * C, C).load(cols)
+        y, u = _unit_here(xk, row_s, 1, L, USE_L2), _unit_here(xq, row_s, 0, L, USE_L2)
+        rate = _row_of(row_s, 2, L)
         if WRITES:
-            z *= xw.to(gl.float32)
+            z *= raw_s.index(raw * ROWS + 4).load(L).to(gl.float32)
         elif not REVERSE:
-            z *= beta
-        put(x_s, z, dt, PARTS, st * PARTS)
-        put(e_s, y * -gamma if REVERSE else y * gamma, dt, PARTS, st * PARTS)  # backwards it is subtracted
-        async_copy.wait_group(1)
+            z *= rate
+        if PER_CHANNEL:
+            rate = raw_s.index(raw * ROWS + 3).load(L).to(gl.float32)
+        barrier()
+        _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, raw, NT - 1 - f if REVERSE else f, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL,
+                    WRITES, USE_L2, ROWS, W)
+        if STAGES == 1:
+            mbarrier.wait(empty.index(st), n % 2 ^ 1)
+            if AHEAD > 0:
+                async_copy.mbarrier_arrive(full.index(st), increment_count=True)
+            _bring_solved(A, M, a_s, m_s, s % SOLVED, NT - 1 - s if REVERSE else s, i_b, i_h, i_bh, T, H, NT, REVERSE, PER_CHANNEL, PARTS, W)
+            if AHEAD == 0:
+                async_copy.mbarrier_arrive(full.index(st), increment_count=True)
+        d_s.index(st).store(libdevice.exp2(total))
+        put(k_s, y * libdevice.exp2(total[None, :] - xG), dt, PARTS, at)
+        gamma = libdevice.exp2(xG)
+        put(q_s, u * (scale * gamma), dt, PARTS, at)
+        put(x_s, z, dt, PARTS, at)
+        y *= rate
+        put(e_s, y * -gamma if REVERSE else y * gamma, dt, PARTS, at)  # backwards it is subtracted
         signal(full.index(st))
+    async_copy.wait_group(0)
 
-# %% ../nbs/06_kda_hopper.ipynb #db111ae3
+# %% ../nbs/06_kda_hopper.ipynb #ad1f28b8
 @gluon.jit
 def _fwd_chain(k_s, e_s, x_s, a_s, d_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, h0, ht, i_bh, NT,
                V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, SAVE_HT: gl.constexpr, NB: gl.constexpr, PARTS: gl.constexpr,
-               STAGES: gl.constexpr):
+               STAGES: gl.constexpr, SOLVED: gl.constexpr):
     """What the next chunk waits for: R and the state."""
     dt: gl.constexpr = k_s.dtype
     ACC: gl.constexpr = product_layout()
     LHS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     cols: gl.constexpr = gl.SliceLayout(0, ACC)
     RP: gl.constexpr = 2 if dt == gl.bfloat16 else PARTS
+    await_last_kernel()
     S = _first_state(h0, i_bh, HAS_H0, V_FIRST)
     zero = gl.zeros([C, C], gl.float32, ACC)
     for c in range(NT):
@@ -543,7 +553,7 @@ def _fwd_chain(k_s, e_s, x_s, a_s, d_s, S_s, R_s, full, empty, s_full, s_empty, 
             z += x_s.index(at + part).permute((1, 0)).load(ACC).to(gl.float32)
         S = S * d_s.index(st).load(cols)[None, :]
         R = z - mma_wait(R, 0, PARTS)  # (2): z - (gamma e) S
-        R = mma_registers(R, operand(R, dt, LHS, PARTS), a_s, True, PARTS, False, at)  # (2): + (A - I) of that
+        R = mma_registers(R, operand(R, dt, LHS, PARTS), a_s, True, PARTS, False, c % SOLVED * PARTS)  # (2): + (A - I) of that
         R = mma_wait(R, 0, PARTS)
         r = parts(R, dt, RP)
         S = mma_registers(S, operand_of(r, LHS, PARTS), k_s, False, PARTS, False, at)  # (2): S'
@@ -557,7 +567,7 @@ def _fwd_chain(k_s, e_s, x_s, a_s, d_s, S_s, R_s, full, empty, s_full, s_empty, 
     if SAVE_HT:
         gl.store(ht + i_bh * C * C + _state(ACC, V_FIRST), S)
 
-# %% ../nbs/06_kda_hopper.ipynb #372490f2
+# %% ../nbs/06_kda_hopper.ipynb #4ac81971
 @gluon.jit
 def _scores(M, n, i_b, i_h, T, H, PARTS: gl.constexpr):
     """M of chunk n as left operand in registers."""
@@ -569,11 +579,20 @@ def _scores(M, n, i_b, i_h, T, H, PARTS: gl.constexpr):
         return gl.load(p, mask=m, other=0.0), gl.load(p + C, mask=m, other=0.0)
 
 @gluon.jit
+def _put_token_rows(x, y, i_c, i_b, i_h, T, H, W: gl.constexpr):
+    """Tile y, the accumulators of a product, into the chunk's rows of x. In float32 they fill whole sectors of memory as they lie."""
+    if x.dtype.element_ty == gl.float32:
+        p, m = token_rows(x, i_b, i_h, i_c * C, T, H, product_layout(W))
+        gl.store(p, y, mask=m)
+    else:
+        L: gl.constexpr = tile_layout(x.dtype.element_ty, W)
+        p, m = token_rows(x, i_b, i_h, i_c * C, T, H, L)
+        gl.store(p, gl.convert_layout(y.to(x.dtype.element_ty), L), mask=m)
+
+@gluon.jit
 def _fwd_out(M, q_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, o, h, i_b, i_h, i_bh, T, H, NT,
              SAVE_H: gl.constexpr, NB: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
     """What only this chunk needs: the output; and the states go to memory."""
-    xt: gl.constexpr = o.dtype.element_ty
-    L: gl.constexpr = tile_layout(xt)
     Lh: gl.constexpr = tile_layout(q_s.dtype)
     ACC: gl.constexpr = product_layout()
     RP: gl.constexpr = 2 if q_s.dtype == gl.bfloat16 else PARTS
@@ -603,14 +622,14 @@ def _fwd_out(M, q_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, o,
             O = mma_registers(O, m, R_s, True, 1, False, sb * RP + 1)
         O = mma_wait(O, 0, PARTS)
         signal(r_empty.index(sb))
-        p, m = token_rows(o, i_b, i_h, c * C, T, H, L)
-        gl.store(p, gl.convert_layout(O.to(xt), L), mask=m)
+        _put_token_rows(o, O, c, i_b, i_h, T, H, 4)
 
-# %% ../nbs/06_kda_hopper.ipynb #aa666174
+# %% ../nbs/06_kda_hopper.ipynb #a36c33b9
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_fwd_kernel(q, k, v, G, b, w, A, M, vec, h0, o, h, ht, scale, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr,
                            V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, SAVE_H: gl.constexpr, SAVE_HT: gl.constexpr, NB: gl.constexpr,
-                           PARTS: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, LOAD: gl.constexpr, LW: gl.constexpr):
+                           PARTS: gl.constexpr, STAGES: gl.constexpr, SOLVED: gl.constexpr, RAW: gl.constexpr, OUT: gl.constexpr,
+                           LOAD: gl.constexpr, LW: gl.constexpr):
     xt: gl.constexpr = q.dtype.element_ty
     dt: gl.constexpr = gl.bfloat16 if PARTS > 1 else xt
     _, i_bh, i_b, i_h = _place(gl.num_programs(0), H)
@@ -618,40 +637,38 @@ def _hopper_kda_fwd_kernel(q, k, v, G, b, w, A, M, vec, h0, o, h, ht, scale, T, 
     e_s = _tiles(dt, STAGES * PARTS)  # gamma e
     k_s = _tiles(dt, STAGES * PARTS)  # eta k
     x_s = _tiles(dt, STAGES * PARTS)  # z
-    a_s = _tiles(dt, STAGES * PARTS)  # A - I
+    a_s = _tiles(dt, SOLVED * PARTS)  # A - I
     d_s = _vectors(STAGES, 1)  # gamma_C
-    r_s = _vectors(1, 4).index(0)
-    raw_s, sums_s = None, None
-    if PARTS == 1:
-        raw_s, sums_s = _tiles(xt, 5 if PER_CHANNEL else 3), _tiles(gl.float32, 1)
+    raw_s, sums_s, r_s = _tiles(xt, RAW * (5 if PER_CHANNEL else 3)), _tiles(gl.float32, RAW), _vectors(RAW, 4)
     S_s = _tiles(dt, NB * PARTS)
-    R_s = _tiles(dt, NB * (2 if dt == gl.bfloat16 else PARTS))  # in bfloat16 two parts: its rounding is a third of O's error
+    R_s = _tiles(dt, NB * (2 if dt == gl.bfloat16 else PARTS))  # in bfloat16 two parts, as in the chain
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     s_full, s_empty, r_full, r_empty = barriers(NB, 1), barriers(NB, 1), barriers(NB, 1), barriers(NB, 1)
     gl.warp_specialize([
         (_fwd_chain, (k_s, e_s, x_s, a_s, d_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, h0, ht, i_bh, NT,
-                      V_FIRST, HAS_H0, SAVE_HT, NB, PARTS, STAGES)),
+                      V_FIRST, HAS_H0, SAVE_HT, NB, PARTS, STAGES, SOLVED)),
         (_fwd_out, (M, q_s, S_s, R_s, full, empty, s_full, s_empty, r_full, r_empty, o, h, i_b, i_h, i_bh, T, H, NT,
                     SAVE_H, NB, PARTS, STAGES)),
         (_scan_load, (q, k, v, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, a_s, d_s, raw_s, sums_s, r_s, full, empty, scale,
-                      i_b, i_h, i_bh, T, H, NT, False, PER_CHANNEL, USE_L2, PARTS, STAGES, LW)),
+                      i_b, i_h, i_bh, T, H, NT, False, PER_CHANNEL, USE_L2, PARTS, STAGES, SOLVED, RAW, LW)),
     ], [4, LW], [OUT, LOAD])
 
-# %% ../nbs/06_kda_hopper.ipynb #7a98e15e
+# %% ../nbs/06_kda_hopper.ipynb #a7f448bd
 @gluon.jit
 def _bwd_chain(q_s, e_s, k_s, o_s, a_s, m_s, d_s, S_s, x_s, full, empty, s_full, s_empty, x_full, x_empty, dht, dh0,
                i_bh, NT, V_FIRST: gl.constexpr, HAS_DHT: gl.constexpr, SAVE_DH0: gl.constexpr,
-               NB: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
+               NB: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, SOLVED: gl.constexpr):
     """What the chunk before waits for: P and the state's gradient."""
     dt: gl.constexpr = k_s.dtype
     ACC: gl.constexpr = product_layout()
     LHS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     cols: gl.constexpr = gl.SliceLayout(0, ACC)
+    await_last_kernel()
     S = _first_state(dht, i_bh, HAS_DHT, V_FIRST)
     zero = gl.zeros([C, C], gl.float32, ACC)
     for n in range(NT):
         st, sb, ph = n % STAGES, n % NB, n // NB % 2
-        at = st * PARTS
+        at, at_a = st * PARTS, n % SOLVED * PARTS
         mbarrier.wait(full.index(st), n // STAGES % 2)
         fence_async_shared()
         s = parts(S, dt, PARTS)
@@ -662,13 +679,13 @@ def _bwd_chain(q_s, e_s, k_s, o_s, a_s, m_s, d_s, S_s, x_s, full, empty, s_full,
         P = mma_registers(zero, operand_of(s, LHS, PARTS), k_s, True, PARTS, True, at)  # (3): (eta k) dS'
         if PARTS == 1 and dt == gl.bfloat16:
             P = mma_registers(P, operand(low, dt, LHS, 1), k_s, True, 1, False, at)
-        P = mma(P, o_s, m_s, True, False, PARTS, False, at, at)  # (3): + M^T do
+        P = mma(P, o_s, m_s, True, False, PARTS, False, at, at_a)  # (3): + M^T do
         mbarrier.wait(s_empty.index(sb), ph ^ 1)
         put_parts(S_s, s, PARTS, sb * PARTS)
         signal(s_full.index(sb))
         S = mma(S, o_s, q_s, True, False, PARTS, False, at, at)  # (3): + (scale gamma q)^T do
         P = mma_wait(P, 1, PARTS)
-        P = mma_registers(P, operand(P, dt, LHS, PARTS), a_s, False, PARTS, False, at)  # (3): + (A - I)^T of that
+        P = mma_registers(P, operand(P, dt, LHS, PARTS), a_s, False, PARTS, False, at_a)  # (3): + (A - I)^T of that
         S = mma_wait(S, 1, PARTS)
         P = mma_wait(P, 0, PARTS)
         S = mma_registers(S, operand(P, dt, LHS, PARTS), e_s, False, PARTS, False, at)  # (3): - (gamma e)^T P
@@ -684,6 +701,7 @@ def _bwd_chain(q_s, e_s, k_s, o_s, a_s, m_s, d_s, S_s, x_s, full, empty, s_full,
 def _bwd_out(S_s, x_s, s_full, s_empty, x_full, x_empty, ds, dv, i_b, i_h, T, H, NT, NB: gl.constexpr, PARTS: gl.constexpr):
     """dS' and P go to memory."""
     Lh: gl.constexpr = tile_layout(S_s.dtype)
+    await_last_kernel()
     for n in range(NT):
         c = NT - 1 - n
         sb, ph = n % NB, n // NB % 2
@@ -696,11 +714,12 @@ def _bwd_out(S_s, x_s, s_full, s_empty, x_full, x_empty, ds, dv, i_b, i_h, T, H,
         signal(s_empty.index(sb))
         _store_rows(x_s, dv, x_full, x_empty, n, c, i_b, i_h, T, H, NB)
 
-# %% ../nbs/06_kda_hopper.ipynb #4d49818a
+# %% ../nbs/06_kda_hopper.ipynb #7571aaf0
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_bwd_kernel(q, k, do, G, b, A, M, vec, dht, ds, dv, dh0, scale, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr,
                            V_FIRST: gl.constexpr, HAS_DHT: gl.constexpr, SAVE_DH0: gl.constexpr, NB: gl.constexpr, PARTS: gl.constexpr,
-                           STAGES: gl.constexpr, OUT: gl.constexpr, LOAD: gl.constexpr, LW: gl.constexpr):
+                           STAGES: gl.constexpr, SOLVED: gl.constexpr, RAW: gl.constexpr, OUT: gl.constexpr, LOAD: gl.constexpr,
+                           LW: gl.constexpr):
     launch_dependents()
     xt: gl.constexpr = q.dtype.element_ty
     dt: gl.constexpr = gl.bfloat16 if PARTS > 1 else xt
@@ -709,26 +728,23 @@ def _hopper_kda_bwd_kernel(q, k, do, G, b, A, M, vec, dht, ds, dv, dh0, scale, T
     e_s = _tiles(dt, STAGES * PARTS)  # gamma e
     k_s = _tiles(dt, STAGES * PARTS)  # eta k
     o_s = _tiles(dt, STAGES * PARTS)  # do
-    a_s = _tiles(dt, STAGES * PARTS)  # A - I
-    m_s = _tiles(dt, STAGES * PARTS)  # M
+    a_s = _tiles(dt, SOLVED * PARTS)  # A - I
+    m_s = _tiles(dt, SOLVED * PARTS)  # M
     d_s = _vectors(STAGES, 1)  # gamma_C
-    r_s = _vectors(1, 4).index(0)
-    raw_s, sums_s = None, None
-    if PARTS == 1:
-        raw_s, sums_s = _tiles(xt, 4 if PER_CHANNEL else 3), _tiles(gl.float32, 1)
+    raw_s, sums_s, r_s = _tiles(xt, RAW * (4 if PER_CHANNEL else 3)), _tiles(gl.float32, RAW), _vectors(RAW, 4)
     S_s = _tiles(dt, NB * PARTS)
     x_s = _tiles(xt, NB)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 1)
     s_full, s_empty, x_full, x_empty = barriers(NB, 1), barriers(NB, 1), barriers(NB, 1), barriers(NB, 1)
     gl.warp_specialize([
         (_bwd_chain, (q_s, e_s, k_s, o_s, a_s, m_s, d_s, S_s, x_s, full, empty, s_full, s_empty, x_full, x_empty, dht, dh0,
-                      i_bh, NT, V_FIRST, HAS_DHT, SAVE_DH0, NB, PARTS, STAGES)),
+                      i_bh, NT, V_FIRST, HAS_DHT, SAVE_DH0, NB, PARTS, STAGES, SOLVED)),
         (_bwd_out, (S_s, x_s, s_full, s_empty, x_full, x_empty, ds, dv, i_b, i_h, T, H, NT, NB, PARTS)),
         (_scan_load, (q, k, do, G, b, None, A, M, vec, q_s, e_s, k_s, o_s, a_s, m_s, d_s, raw_s, sums_s, r_s, full, empty, scale,
-                      i_b, i_h, i_bh, T, H, NT, True, PER_CHANNEL, USE_L2, PARTS, STAGES, LW)),
+                      i_b, i_h, i_bh, T, H, NT, True, PER_CHANNEL, USE_L2, PARTS, STAGES, SOLVED, RAW, LW)),
     ], [4, LW], [OUT, LOAD])
 
-# %% ../nbs/06_kda_hopper.ipynb #cb1e9f1a
+# %% ../nbs/06_kda_hopper.ipynb #8872551a
 @gluon.jit
 def _raw(x, n: gl.constexpr, i_c, i_b, i_h, T, H, NT, L: gl.constexpr, PARTS: gl.constexpr):
     """An input's tile: k, q, v, b or w. In 16 bits it lies in shared memory, x's first; float32 has no room there."""
@@ -762,7 +778,7 @@ def _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CH
     p = h + (i_bh * (NT - 1) + i_c - 1) * (PARTS * C * C) + (i * C + j)
     for part in gl.static_range(PARTS):
         async_copy.async_copy_global_to_shared(t_s.index(_S * PARTS + part), p + part * C * C, mask=(i < C) & (j < C) & (i_c > 0))
-    _copy_solved(t_s, A, _A, i_bh * NT + i_c, L, PARTS)
+    _copy_solved(t_s, A, _A, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, L, PARTS)
     for part in gl.static_range(PARTS):
         p, m = _home(ds, i_c, part, i_b, i_h, T, H, L, PARTS)
         async_copy.async_copy_global_to_shared(t_s.index(_D * PARTS + part), p, mask=m & (i_c < NT - 1))
@@ -866,18 +882,7 @@ def _solve(t_s, x, vec, up, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.const
     fence_async_shared()
     barrier()
 
-# %% ../nbs/06_kda_hopper.ipynb #d44e475a
-@gluon.jit
-def _put_token_rows(x, y, i_c, i_b, i_h, T, H, W: gl.constexpr):
-    """Tile y, the accumulators of a product, into the chunk's rows of x. In float32 they fill whole sectors of memory as they lie."""
-    if x.dtype.element_ty == gl.float32:
-        p, m = token_rows(x, i_b, i_h, i_c * C, T, H, product_layout(W))
-        gl.store(p, y, mask=m)
-    else:
-        L: gl.constexpr = tile_layout(x.dtype.element_ty, W)
-        p, m = token_rows(x, i_b, i_h, i_c * C, T, H, L)
-        gl.store(p, gl.convert_layout(y.to(x.dtype.element_ty), L), mask=m)
-
+# %% ../nbs/06_kda_hopper.ipynb #b14b2356
 @gluon.jit
 def _value_gradients(t_s, x, dv, dw, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """dv, dw; without w the writer's share of dbeta."""
@@ -1165,7 +1170,7 @@ def _gradients(t_s, x, a_s, last_s, sums, vec, g, A_log, dt_bias, G, dq, dk, dv,
     _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A,
                          HAS_BIAS, PARTS, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #94deaa50
+# %% ../nbs/06_kda_hopper.ipynb #d63651fe
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
                                  scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
@@ -1178,10 +1183,14 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
     ACC: gl.constexpr = product_layout(W)
     cols: gl.constexpr = gl.SliceLayout(0, ACC)
     i_c, i_bh, i_b, i_h = _place(gl.num_programs(0) // NT, H)
-    await_last_kernel()
-    if LEVELS and dt != gl.float16:
+    if LEVELS and dt != gl.float16:  # beside the launch for anchors; nothing after both may start before both have ended
+        if gl.program_id(0) == gl.num_programs(0) - 1:
+            await_last_kernel()
         if gl.min(_total(vec, i_c, i_bh, NT, cols), 0) >= -160.0:
             return
+    else:
+        await_last_kernel()
+        launch_dependents()
     t_s = _tiles(dt, 8 if PARTS == 1 and dt == gl.bfloat16 else 7 * PARTS)
     x = (_tiles(xt, 5 if PER_CHANNEL else 3) if PARTS == 1 else t_s), k, q, v, b, w
     a_s, last_s = None, None
@@ -1206,13 +1215,19 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
         _gradients(t_s, x, a_s, last_s, sums, vec, g, A_log, dt_bias, G, dq, dk, dv, dg, db, dw, dgate, last, scale, lower, i_c, i_b, i_h,
                    i_bh, T, H, NT, LEVELS, PER_CHANNEL, USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, USE_SIGMOID, NEG, PARTS, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #9513324d
+# %% ../nbs/06_kda_hopper.ipynb #c71b347f
 PLANS = {  # PARTS -> plans of A and M, the forward scan, the backward scan and the chunks' gradients
-    1: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8),
-        dict(STAGES=2, NB=2, OUT=88, LOAD=128, LW=8), dict(W=4, num_warps=4)),
-    2: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, NB=1, OUT=96, LOAD=136, LW=8),
-        dict(STAGES=2, NB=1, OUT=72, LOAD=152, LW=8), dict(W=4, num_warps=4)),
+    1: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, SOLVED=2, RAW=2, NB=2, OUT=88, LOAD=128, LW=8),
+        dict(STAGES=2, SOLVED=2, RAW=2, NB=2, OUT=88, LOAD=128, LW=8), dict(W=4, num_warps=4)),
+    2: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=1, SOLVED=2, RAW=1, NB=1, OUT=96, LOAD=128, LW=8),
+        dict(STAGES=1, SOLVED=2, RAW=1, NB=1, OUT=96, LOAD=128, LW=8), dict(W=4, num_warps=4)),
 }
+
+def _scan_plan(parts, n, per_channel):
+    "By channel, shared memory has room for the rows of one chunk only and, backwards, for one A beside each stage's operands."
+    plan = PLANS[parts][n]
+    if per_channel: plan = plan | dict(RAW=1) | (dict(SOLVED=plan["STAGES"]) if n == 2 else {})
+    return plan
 
 def runs_here(
     K:int, V:int, # sizes of a key and of a value
@@ -1230,7 +1245,7 @@ def levels_of(
     "The launches of `chunk_bwd` that a backward needs: float16 has chunks by levels only."
     return (True,) if dtype is torch.float16 else (False, True)
 
-# %% ../nbs/06_kda_hopper.ipynb #f9b3f309
+# %% ../nbs/06_kda_hopper.ipynb #7b26febe
 _EPS, _EARLY = 1e-6, dict(launch_pdl=True)
 
 def _gates(per_channel, l2norm, gate, bounded, has_a, bias):
@@ -1240,19 +1255,19 @@ def _gates(per_channel, l2norm, gate, bounded, has_a, bias):
 def chunk_fwd(kinds, parts, per_channel, l2norm, gate, bounded, has_a, bias, sigmoid, neg):
     "A, M and G: launch(B * H * NT, q, k, g, b, A_log, dt_bias, A, M, G, vec, scale, lower, T, H, NT)."
     return launcher(_hopper_kda_chunk_fwd_kernel, True, **_gates(per_channel, l2norm, gate, bounded, has_a, bias), EPS=_EPS,
-                    USE_SIGMOID=sigmoid, NEG=neg, PARTS=parts, **PLANS[parts][0])
+                    USE_SIGMOID=sigmoid, NEG=neg, PARTS=parts, **PLANS[parts][0], **_EARLY)
 
 @cache
 def fwd_scan(kinds, parts, per_channel, l2norm, v_first, h0, save, ht):
     "The forward scan: launch(B * H, q, k, v, G, b, w, A, M, vec, h0, o, h, ht, scale, T, H, NT)."
     return launcher(_hopper_kda_fwd_kernel, True, PER_CHANNEL=per_channel, USE_L2=l2norm, V_FIRST=v_first, HAS_H0=h0, SAVE_H=save,
-                    SAVE_HT=ht, PARTS=parts, num_warps=4, **PLANS[parts][1], **_EARLY)
+                    SAVE_HT=ht, PARTS=parts, num_warps=4, **_scan_plan(parts, 1, per_channel), **_EARLY)
 
 @cache
 def bwd_scan(kinds, parts, per_channel, l2norm, v_first, dht, dh0):
     "The backward scan: launch(B * H, q, k, do, G, b, A, M, vec, dht, ds, dv, dh0, scale, T, H, NT)."
     return launcher(_hopper_kda_bwd_kernel, True, PER_CHANNEL=per_channel, USE_L2=l2norm, V_FIRST=v_first, HAS_DHT=dht, SAVE_DH0=dh0,
-                    PARTS=parts, num_warps=4, **PLANS[parts][2])
+                    PARTS=parts, num_warps=4, **_scan_plan(parts, 2, per_channel), **_EARLY)
 
 @cache
 def chunk_bwd(kinds, parts, per_channel, l2norm, gate, bounded, has_a, bias, sigmoid, neg, v_first, h0, dht, levels):
@@ -1260,7 +1275,7 @@ def chunk_bwd(kinds, parts, per_channel, l2norm, gate, bounded, has_a, bias, sig
     return launcher(_hopper_kda_chunk_bwd_kernel, True, **_gates(per_channel, l2norm, gate, bounded, has_a, bias), USE_SIGMOID=sigmoid,
                     NEG=neg, V_FIRST=v_first, HAS_H0=h0, HAS_DHT=dht, LEVELS=levels, PARTS=parts, **PLANS[parts][3], **_EARLY)
 
-# %% ../nbs/06_kda_hopper.ipynb #0710a600
+# %% ../nbs/06_kda_hopper.ipynb #55e640af
 _WIDE = dict.fromkeys("g G dg vec h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32")
 _WIDE |= dict(scale="fp32", lower="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
@@ -1286,5 +1301,5 @@ def aot_cases() -> list: # of `Case`
     "This module's kernels as the gate compiles them."
     kernels = (_hopper_kda_chunk_fwd_kernel, _hopper_kda_fwd_kernel, _hopper_kda_bwd_kernel,
                _hopper_kda_chunk_bwd_kernel, _hopper_kda_chunk_bwd_kernel)
-    return [_case(kernel, *how, n == 4, PLANS[how[1]][min(n, 3)], spill)
+    return [_case(kernel, *how, n == 4, _scan_plan(how[1], n, how[2]) if n in (1, 2) else PLANS[how[1]][min(n, 3)], spill)
             for how, spills in _SPILLS.items() for n, (kernel, spill) in enumerate(zip(kernels, spills))]

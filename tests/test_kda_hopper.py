@@ -16,8 +16,9 @@ TOLERANCE = {BF16: 1e-2, FP16: 1e-3, FP32: 2e-4}
 LOOSE = dict(dg=4, db=2, ddt_bias=10, dA_log=50)  # sums of rounded numbers of both signs, over tokens or channels
 
 
-def plan(parts, which):
-    return {n: v for n, v in hopper.PLANS[parts][which].items() if n.isupper()}
+def plan(parts, which, per=False):
+    plan = hopper._scan_plan(parts, which, per) if which in (1, 2) else hopper.PLANS[parts][which]
+    return {n: v for n, v in plan.items() if n.isupper()}
 
 
 def closed_gates(name, T):
@@ -101,7 +102,6 @@ class Kernels:
         self.on = hopper._gates(self.per, l2norm, raw, bool(lower), raw, raw) | dict(PARTS=parts)
         self.beta = dict(USE_SIGMOID=sigmoid, NEG=neg)
         BH = self.B, self.H
-        self.A = torch.full((*BH, self.NT, parts, 3072), NAN, dtype=self.low)
         self.vec = torch.full((*BH, self.NT, 4, 64), NAN)
         self.h = torch.full((*BH, self.NT - 1, parts, 64, 64), NAN, dtype=self.low)
         self.o, self.ht, self.dh0 = (
@@ -111,6 +111,7 @@ class Kernels:
         )
         self.new = {n: torch.full_like(x[n], NAN) for n in "qkvgbw" if n in x}
         self.G, self.M = self.new["g"], self.new["k"].view(self.low)  # dg and dk take their places
+        self.A = self.new["b"].view(self.low) if self.per else torch.full((*BH, self.NT, parts, 3072), NAN, dtype=self.low)
         self.dgate = torch.full((self.B, self.NT, 65 * self.H), NAN)
 
     def states(self, name):
@@ -126,14 +127,14 @@ class Kernels:
                   EPS=1e-6, **self.beta, **self.on, **plan(self.parts, 0))  # fmt: skip
         interpret(hopper._hopper_kda_fwd_kernel, n, q, k, v, self.G, b, self.x.get("w"), *made, self.vec, self.states("S"), self.o, self.h,
                   self.ht, *self.short, HAS_H0=self.state, SAVE_H=True, SAVE_HT=True, **first, **self.scan,
-                  **plan(self.parts, 1))  # fmt: skip
+                  **plan(self.parts, 1, self.per))  # fmt: skip
         return self
 
     def backward_scan(self):
         q, k, b = (self.x[n] for n in "qkb")
         interpret(hopper._hopper_kda_bwd_kernel, self.B * self.H, q, k, self.x["do"], self.G, b, self.A, self.M, self.vec,
                   self.states("dS"), self.new["q"].view(self.low), self.new["v"], self.dh0, *self.short, HAS_DHT=self.state,
-                  SAVE_DH0=True, V_FIRST=self.v_first, **self.scan, **plan(self.parts, 2))  # fmt: skip
+                  SAVE_DH0=True, V_FIRST=self.v_first, **self.scan, **plan(self.parts, 2, self.per))  # fmt: skip
         return self
 
     def gradients(self, levels):
