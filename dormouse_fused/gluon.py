@@ -263,7 +263,7 @@ def _in_threads(jobs, warps, registers=None):
     for t in threads: t.join()
     if failed: raise failed[0]
 
-# %% ../nbs/04_gluon.ipynb #2fe3c972
+# %% ../nbs/04_gluon.ipynb #5aeae897
 def _product(a, b, acc, use_acc=True, is_async=False):
     a, b = (x.data if isinstance(x, _Shared) else x for x in (a, b))
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16): raise TypeError(f"no product of {a.dtype} and {b.dtype}")
@@ -294,7 +294,8 @@ def _language(program, programs):
         arange=lambda start, stop, layout=None: torch.arange(start, stop),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype), convert_layout=lambda x, layout: x,
         max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis),
-        load=lambda p, mask=None, other=0.0: p.load(mask), store=lambda p, x, mask=None: p.store(x, mask), associative_scan=_scan)
+        load=lambda p, mask=None, other=0.0: p.load(mask), store=lambda p, x, mask=None: p.store(x, mask), associative_scan=_scan,
+        split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack([a, b], -1))
 
 # %% ../nbs/04_gluon.ipynb #8356ad21
 def _bind(f, swaps, done):

@@ -63,7 +63,7 @@ def _decay_tile(g, A_log, dt_bias, lower, i_c, i_b, i_h, T, H, NT, USE_GATE: gl.
     x = _get(g, i_c, i_b, i_h, T, H, NT, L)
     return _log_decay(x, A_log, dt_bias, lower, i_c, i_h, T, L, USE_GATE, BOUNDED, HAS_A, HAS_BIAS)
 
-# %% ../nbs/06_kda_hopper.ipynb #32621602
+# %% ../nbs/06_kda_hopper.ipynb #d3c77a28
 _E, _S, _D, _A, _R, _O, _P, _LOW = (gl.constexpr(n) for n in range(8))  # places in shared memory: e, S, dS', A, R, do, P come there first
 
 @gluon.jit
@@ -84,6 +84,23 @@ def _sum_parts(x, dt: gl.constexpr, N: gl.constexpr):
     else:
         b, x = _part(x, dt)
         return a, b, x.to(dt)
+
+@gluon.constexpr_function
+def _second(place, PARTS):
+    """Where the second of two parts lies, if the first lies in `place`: in 16 bits R's in `_LOW`, M's in `_O`, others' in the next place."""
+    if PARTS > 1: return place * PARTS + 1
+    return {_R.value: _LOW.value, _A.value: _O.value}.get(place, place + 1)
+
+@gluon.jit
+def _put_two(t_s, x, place: gl.constexpr, PARTS: gl.constexpr):
+    """x as a sum of two 16-bit tiles."""
+    p = _sum_parts(x, t_s.dtype, 2)
+    t_s.index(place * PARTS).store(p[0])
+    t_s.index(_second(place, PARTS)).store(p[1])
+
+@gluon.jit
+def _take_two(t_s, place: gl.constexpr, L: gl.constexpr, PARTS: gl.constexpr):
+    return t_s.index(place * PARTS).load(L).to(gl.float32) + t_s.index(_second(place, PARTS)).load(L).to(gl.float32)
 
 @gluon.jit
 def _put_decays(t_s, x, last: gl.constexpr, PARTS: gl.constexpr):
@@ -789,7 +806,7 @@ def _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CH
             _copy_tile(x[0].index(n), x[1 + n], i_b, i_h, i_c, T, H, L)
     async_copy.commit_group()
 
-# %% ../nbs/06_kda_hopper.ipynb #2934db92
+# %% ../nbs/06_kda_hopper.ipynb #bb7e0fc9
 @gluon.jit
 def _total(vec, i_c, i_bh, NT, L: gl.constexpr):
     """What the chunk's channels lose, read anew each time."""
@@ -797,23 +814,25 @@ def _total(vec, i_c, i_bh, NT, L: gl.constexpr):
     return gl.load(vec + n * (4 * C) + 3 * C + gl.arange(0, C, L))
 
 @gluon.jit
-def _anchor(a_s, vec, i_c, i_bh, NT, L: gl.constexpr, LEVELS: gl.constexpr, PARTS: gl.constexpr):
+def _anchor(a_s, vec, i_c, i_bh, NT, L: gl.constexpr, PARTS: gl.constexpr):
     """The chunk's anchor by channel; in two parts there is no place to keep it in."""
-    if LEVELS:
-        return gl.zeros([C], gl.float32, L)
-    elif PARTS == 1:
+    if PARTS == 1:
         return a_s.load(L)
     else:
         return _whole(0.5 * _total(vec, i_c, i_bh, NT, L))
 
 @gluon.jit
-def _read_again(sums, G, i_c, i_b, i_h, T, H, NT, L: gl.constexpr, PARTS: gl.constexpr):
-    """G's tile; in two parts there are no registers to keep it in."""
-    if PARTS > 1:
-        sums = _get(G, again(i_c), i_b, i_h, T, H, NT, L)
-    return sums
+def _read_again(G, i_c, i_b, i_h, T, H, NT, L: gl.constexpr):
+    """G's tile, where registers are wanted for something else since it was read last."""
+    return _get(G, again(i_c), i_b, i_h, T, H, NT, L)
 
-# %% ../nbs/06_kda_hopper.ipynb #aba3b2c4
+@gluon.jit
+def _column_sums(x, L: gl.constexpr):
+    """Sums of a tile's columns, by halves: that takes half the shared memory that the compiler wants for it."""
+    a, b = gl.split(x.reshape([C, 2, C // 2]).permute((0, 2, 1)))
+    return gl.convert_layout(gl.join(gl.sum(a, 0), gl.sum(b, 0)).permute((1, 0)).reshape([C]), L)
+
+# %% ../nbs/06_kda_hopper.ipynb #eadedbcc
 @gluon.jit
 def _scale_state(t_s, place: gl.constexpr, f, PARTS: gl.constexpr, W: gl.constexpr):
     """A state's columns times f, in place; the product."""
@@ -822,9 +841,9 @@ def _scale_state(t_s, place: gl.constexpr, f, PARTS: gl.constexpr, W: gl.constex
     return x
 
 @gluon.jit
-def _bring_states(t_s, h0, dht, a, rest, i_c, i_bh, NT, V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr,
-                  PARTS: gl.constexpr, W: gl.constexpr):
-    """The states that no scan has left; both states' columns times 2^a; (9)'s first term, in which gamma_C = 2^2a rest."""
+def _bring_edges(t_s, h0, dht, i_c, i_bh, NT, V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr, PARTS: gl.constexpr,
+                 W: gl.constexpr):
+    """The states that no scan has left."""
     dt: gl.constexpr = t_s.dtype
     Lh: gl.constexpr = tile_layout(dt, W)
     if HAS_H0:
@@ -835,9 +854,6 @@ def _bring_states(t_s, h0, dht, a, rest, i_c, i_bh, NT, V_FIRST: gl.constexpr, H
             put(t_s, gl.load(dht + i_bh * C * C + _state(Lh, V_FIRST)).to(gl.float32), dt, PARTS, _D * PARTS)
     if HAS_H0 or HAS_DHT:
         barrier()
-    f = libdevice.exp2(a)
-    x = _scale_state(t_s, _S, f, PARTS, W)
-    return gl.sum(x * _scale_state(t_s, _D, f, PARTS, W), 0) * rest
 
 @gluon.jit
 def _times_R(y, a, t_s, TB: gl.constexpr, PARTS: gl.constexpr, at: gl.constexpr):
@@ -853,16 +869,20 @@ def _times_R(y, a, t_s, TB: gl.constexpr, PARTS: gl.constexpr, at: gl.constexpr)
     return y
 
 @gluon.jit
-def _solve(t_s, x, vec, up, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, PARTS: gl.constexpr,
-           W: gl.constexpr):
-    """R, into its place in shared memory; -e by its decays, into its own."""
+def _put_erasing(t_s, x, vec, up, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, PARTS: gl.constexpr,
+                 W: gl.constexpr):
+    """-e by its decays into its place; z."""
     ACC: gl.constexpr = product_layout(W)
-    dt: gl.constexpr = t_s.dtype
     y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
     y *= _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS)
-    put(t_s, y * -up, dt, PARTS, _E * PARTS)
-    R = _raw(x, 2, i_c, i_b, i_h, T, H, NT, ACC, PARTS).to(gl.float32)
-    R *= _rate(x, 4, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS)
+    put(t_s, y * -up, t_s.dtype, PARTS, _E * PARTS)
+    z = _raw(x, 2, i_c, i_b, i_h, T, H, NT, ACC, PARTS).to(gl.float32)
+    return z * _rate(x, 4, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS)
+
+@gluon.jit
+def _solve(t_s, R, PARTS: gl.constexpr):
+    """R from z, into its place in shared memory."""
+    dt: gl.constexpr = t_s.dtype
     fence_async_shared()
     barrier()
     R = mma(R, t_s, t_s, False, True, PARTS, False, _E * PARTS, _S * PARTS)  # (2): z - (gamma e) S
@@ -874,27 +894,28 @@ def _solve(t_s, x, vec, up, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.const
     R = mma_wait(R, 0, PARTS)
     barrier()
     if PARTS == 1 and dt == gl.bfloat16:  # R alone: float16 has the digits
-        p = parts(R, dt, 2)
-        t_s.index(_R).store(p[0])
-        t_s.index(_LOW).store(p[1])
+        _put_two(t_s, R, _R, PARTS)
     else:
         put(t_s, R, dt, PARTS, _R * PARTS)
     fence_async_shared()
     barrier()
 
-# %% ../nbs/06_kda_hopper.ipynb #b14b2356
+# %% ../nbs/06_kda_hopper.ipynb #ab465c1e
 @gluon.jit
 def _value_gradients(t_s, x, dv, dw, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
-    """dv, dw; without w the writer's share of dbeta."""
-    ACC: gl.constexpr = product_layout(W)
-    P = take(t_s, ACC, PARTS, _P * PARTS)
-    y = _raw(x, 2, i_c, i_b, i_h, T, H, NT, ACC, PARTS).to(gl.float32)
-    _put_token_rows(dv, P * _rate(x, 4, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS), i_c, i_b, i_h, T, H, W)
+    """dv, dw; without w the writer's share of dbeta. All of it number by number, so in memory's order."""
+    L: gl.constexpr = tile_layout(dv.dtype.element_ty, W)
+    p, m = token_rows(dv, i_b, i_h, i_c * C, T, H, L)
+    P = take(t_s, L, PARTS, _P * PARTS)
+    y = _raw(x, 2, i_c, i_b, i_h, T, H, NT, L, PARTS).to(gl.float32)
+    gl.store(p, (P * _rate(x, 4, vec, i_c, i_b, i_h, i_bh, T, H, NT, L, PER_CHANNEL, PARTS)).to(dv.dtype.element_ty), mask=m)
+    rows: gl.constexpr = gl.SliceLayout(1, product_layout(W))
     if PER_CHANNEL:
-        _put_token_rows(dw, P * y, i_c, i_b, i_h, T, H, W)
-        return gl.zeros([C], gl.float32, gl.SliceLayout(1, ACC))
+        p, m = token_rows(dw, i_b, i_h, i_c * C, T, H, L)
+        gl.store(p, (P * y).to(dw.dtype.element_ty), mask=m)
+        return gl.zeros([C], gl.float32, rows)
     else:
-        return gl.sum(P * y, 1)
+        return gl.convert_layout(gl.sum(P * y, 1), rows)
 
 @gluon.jit
 def _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, PARTS: gl.constexpr,
@@ -919,38 +940,7 @@ def _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, 
     put_parts(t_s, N, PARTS, _O * PARTS)
     return dm, dbeta, gq, ge
 
-# %% ../nbs/06_kda_hopper.ipynb #ac0ff39b
-@gluon.jit
-def _readers_by_anchor(t_s, x, gq, ge, sums, a, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2: gl.constexpr, PARTS: gl.constexpr,
-                       W: gl.constexpr):
-    """(6): dq' and -de, given what the states give; and what both give to (9)."""
-    ACC: gl.constexpr = product_layout(W)
-    y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-    put(t_s, y * libdevice.exp2(a[None, :] - sums), t_s.dtype, PARTS, _S * PARTS)
-    y = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-    put(t_s, y * libdevice.exp2(sums - a[None, :]), t_s.dtype, PARTS, _P * PARTS)
-    fence_async_shared()
-    barrier()
-    gq = mma(gq, t_s, t_s, False, False, PARTS, False, _A * PARTS, _S * PARTS)
-    ge = mma(ge, t_s, t_s, False, False, PARTS, False, _O * PARTS, _S * PARTS)
-    gq = mma_wait(gq, 1, PARTS)
-    dG = gq * take(t_s, ACC, PARTS, _P * PARTS)
-    ge = mma_wait(ge, 0, PARTS)
-    dG += ge * take(t_s, ACC, PARTS, _E * PARTS)
-    y = libdevice.exp2(sums - a[None, :])
-    return y * gq, y * ge, dG
-
-@gluon.jit
-def _keys_by_anchor(t_s, down, dG, PARTS: gl.constexpr, W: gl.constexpr):
-    """(7): dk', and what it takes from (9)."""
-    ACC: gl.constexpr = product_layout(W)
-    zero = gl.zeros([C, C], gl.float32, ACC)
-    z = mma(zero, t_s, t_s, True, False, PARTS, True, _O * PARTS, _E * PARTS)
-    z = mma(z, t_s, t_s, True, False, PARTS, False, _A * PARTS, _P * PARTS)
-    z = mma_wait(z, 0, PARTS)
-    return down * z, dG - z * take(t_s, ACC, PARTS, _S * PARTS)
-
-# %% ../nbs/06_kda_hopper.ipynb #825ef5b6
+# %% ../nbs/06_kda_hopper.ipynb #ce196df4
 @gluon.jit
 def _masked(t_s, s, place: gl.constexpr, TRANSPOSED: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """A level's pairs of dM or dL as left operand."""
@@ -977,14 +967,13 @@ def _as_operand(x, dt: gl.constexpr, PARTS: gl.constexpr):
     return x
 
 @gluon.jit
-def _readers_by_levels(t_s, x, gq, ge, sums, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
+def _readers_by_levels(t_s, x, gq, ge, up, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
                        USE_L2: gl.constexpr, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr,
                        PARTS: gl.constexpr, W: gl.constexpr):
     """The same by levels: every factor at most 1."""
     ACC: gl.constexpr = product_layout(W)
     zero = gl.zeros([C, C], gl.float32, ACC)
-    f = libdevice.exp2(sums)
-    gq, ge = f * gq, f * ge
+    gq, ge = up * gq, up * ge
     dG = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS) * gq
     e = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
     dG -= e * _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS) * ge
@@ -1035,7 +1024,7 @@ def _keys_by_levels(t_s, x, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_
         barrier()
     return z, dG
 
-# %% ../nbs/06_kda_hopper.ipynb #4eb4ec01
+# %% ../nbs/06_kda_hopper.ipynb #bd09c120
 @gluon.jit
 def _unit_gradient(x, y, vec, i_c, i_bh, NT, row: gl.constexpr, USE_L2: gl.constexpr, L: gl.constexpr):
     """The gradient x by unit rows y, of length 1 / r before."""
@@ -1073,20 +1062,13 @@ def _gate_gradients(dx, g, A_log, dt_bias, lower, dgate, i_c, i_b, i_h, T, H, NT
         if BOUNDED:
             y = 1.0 / (1.0 + gl.exp(-a * x))
             dx *= lower * y / (1.0 + gl.exp(a * x))
-            gl.store(p + H * C + i_h, gl.sum(gl.sum(dx * (a * x), 0), 0))
+            gl.store(p + H * C + i_h, gl.sum(_column_sums(dx * (a * x), cols), 0))
             dx *= a
         else:
-            gl.store(p + H * C + i_h, gl.sum(gl.sum(dx * (-a * _softplus(x)), 0), 0))
+            gl.store(p + H * C + i_h, gl.sum(_column_sums(dx * (-a * _softplus(x)), cols), 0))
             dx *= -a / (1.0 + gl.exp(-x))
-        gl.store(p + i_h * C + o, gl.sum(dx, 0))
+        gl.store(p + i_h * C + o, _column_sums(dx, cols))
     return dx
-
-@gluon.jit
-def _put_sums(t_s, x, place: gl.constexpr, PARTS: gl.constexpr):
-    """x as a sum of two 16-bit tiles, in one place or in two that follow each other."""
-    p = _sum_parts(x, t_s.dtype, 2)
-    t_s.index(place * PARTS).store(p[0])
-    t_s.index(place * PARTS + 1).store(p[1])
 
 @gluon.jit
 def _triangle(below: gl.constexpr, T, W: gl.constexpr):
@@ -1099,48 +1081,238 @@ def _triangle(below: gl.constexpr, T, W: gl.constexpr):
 
 @gluon.jit
 def _sum_rows(y, m, t_s, place: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
-    """Starts y + m x, of an x that `_put_sums` has put."""
+    """Starts y + m x, of an x that `_put_two` has put."""
     m = gl.convert_layout(m.to(t_s.dtype), gl.DotOperandLayout(0, product_layout(W), 2))
     y = mma_registers(y, (m,), t_s, False, 1, False, place * PARTS)
-    return mma_registers(y, (m,), t_s, False, 1, False, place * PARTS + 1)
+    return mma_registers(y, (m,), t_s, False, 1, False, _second(place, PARTS))
 
 @gluon.jit
 def _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE: gl.constexpr,
                          BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
     """(9), and what the gate makes of it."""
     barrier()
-    _put_sums(t_s, dG, _E, PARTS)
-    _put_sums(t_s, tau, _A, PARTS)
+    _put_two(t_s, dG, _E, PARTS)
+    _put_two(t_s, tau, _O, PARTS)
     fence_async_shared()
     barrier()
     dx = gl.zeros([C, C], gl.float32, product_layout(W)) + last[None, :]
     dx = _sum_rows(dx, _triangle(False, T, W), t_s, _E, PARTS, W)
-    dx = mma_wait(_sum_rows(dx, _triangle(True, T, W), t_s, _A, PARTS, W), 0, 1)
+    dx = mma_wait(_sum_rows(dx, _triangle(True, T, W), t_s, _O, PARTS, W), 0, 1)
     dx = _gate_gradients(dx, g, A_log, dt_bias, lower, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, W)
     _put_token_rows(dg, dx, i_c, i_b, i_h, T, H, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #0170dbf9
+# %% ../nbs/06_kda_hopper.ipynb #91b874f3
+_STATES, _SOLVED, _FREE, _KEYS, _PAIRS, _TERMS, _WRITTEN = (gl.constexpr(n) for n in range(7))  # what each barrier says has been done
+
 @gluon.jit
-def _gradients(t_s, x, a_s, last_s, sums, vec, g, A_log, dt_bias, G, dq, dk, dv, dg, db, dw, dgate, last, scale, lower, i_c, i_b, i_h, i_bh,
-               T, H, NT, LEVELS: gl.constexpr, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
-               BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr, NEG: gl.constexpr,
-               PARTS: gl.constexpr, W: gl.constexpr):
-    """All that follows from states, dS' and P, once they have come."""
+def _scale_state(t_s, place: gl.constexpr, f, PARTS: gl.constexpr, W: gl.constexpr):
+    """A state's columns times f, in place; the product."""
+    x = take(t_s, product_layout(W), PARTS, place * PARTS) * f[None, :]
+    put(t_s, x, t_s.dtype, PARTS, place * PARTS)
+    return x
+
+@gluon.jit
+def _put_through(x, y, t_s, at: gl.constexpr, i_c, i_b, i_h, T, H, W: gl.constexpr):
+    """`_put_token_rows` by way of a free place, where the compiler's own would be one too many."""
+    if x.dtype.element_ty == t_s.dtype:
+        L: gl.constexpr = tile_layout(t_s.dtype, W)
+        t_s.index(at).store(y.to(t_s.dtype))
+        barrier()
+        p, m = token_rows(x, i_b, i_h, i_c * C, T, H, L)
+        gl.store(p, t_s.index(at).load(L), mask=m)
+    else:
+        p, m = token_rows(x, i_b, i_h, i_c * C, T, H, product_layout(W))
+        gl.store(p, y.to(x.dtype.element_ty), mask=m)
+
+# %% ../nbs/06_kda_hopper.ipynb #65b7a896
+@gluon.jit
+def _read_side(mine, t_s, x, a_s, vec, G, do, dq, dk, done, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
+               USE_L2: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
+    """R, dM, dq; the pairs' share of dk, then all of it."""
+    dt: gl.constexpr = t_s.dtype
+    ACC: gl.constexpr = product_layout(W)
+    cols: gl.constexpr = gl.SliceLayout(0, ACC)
+    zero = gl.zeros([C, C], gl.float32, ACC)
+    i, j = tile_index(ACC)
+    if mine:
+        if PARTS > 1:
+            put(t_s, _get(do, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _O * PARTS)
+        y = libdevice.exp2(_get(G, i_c, i_b, i_h, T, H, NT, ACC) - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :])
+        y = _put_erasing(t_s, x, vec, y, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
+        mbarrier.wait(done.index(_STATES), 0)
+        _solve(t_s, y, PARTS)
+        mbarrier.arrive(done.index(_SOLVED))
+        M = _times_R(zero, t_s, t_s, True, PARTS, _O * PARTS)  # (5)
+        dq_ = mma(zero, t_s, t_s, False, False, PARTS, True, _O * PARTS, _S * PARTS)  # (6)
+        M = mma_wait(M, 1, PARTS)
+        dm = scale * gl.sum(gl.where(i == j, M, 0.0), 1)
+        put(t_s, gl.where(i > j, scale * M, 0.0), dt, PARTS, _A * PARTS)
+        dq_ = scale * mma_wait(dq_, 0, PARTS)
+        barrier()
+        sums = _read_again(G, i_c, i_b, i_h, T, H, NT, ACC) - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :]
+        y = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+        put(t_s, y * libdevice.exp2(sums), dt, PARTS, _O * PARTS)
+        y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+        mbarrier.wait(done.index(_FREE), 0)
+        put(t_s, y * libdevice.exp2(-sums), dt, PARTS, _S * PARTS)
+        announce(done.index(_KEYS))
+        dq_ = mma(dq_, t_s, t_s, False, False, PARTS, False, _A * PARTS, _S * PARTS)
+        dq_ = mma_wait(dq_, 0, PARTS)
+        dG = dq_ * take(t_s, ACC, PARTS, _O * PARTS)
+        y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+        dq_ = dq_ * libdevice.exp2(sums) + dm[:, None] * y
+        y = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+        _put_token_rows(dq, _unit_gradient(dq_, y, vec, i_c, i_bh, NT, 0, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
+        mbarrier.wait(done.index(_PAIRS), 0)
+        z = mma(zero, t_s, t_s, True, False, PARTS, True, _P * PARTS, _E * PARTS)  # (7)
+        z = mma(z, t_s, t_s, True, False, PARTS, False, _A * PARTS, _O * PARTS)
+        z = mma_wait(z, 0, PARTS)
+        dG -= z * take(t_s, ACC, PARTS, _S * PARTS)
+        sums = _read_again(G, i_c, i_b, i_h, T, H, NT, ACC) - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :]
+        z = z * libdevice.exp2(-sums)
+        barrier()
+        _put_two(t_s, dG, _A, PARTS)
+        signal(done.index(_TERMS))  # from here on dg may take G's place
+        z += dm[:, None] * _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)  # (8)
+        y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+        mbarrier.wait(done.index(_WRITTEN), 0)
+        z += _take_two(t_s, _R, ACC, PARTS)
+        _put_token_rows(dk, _unit_gradient(z, y, vec, i_c, i_bh, NT, 1, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
+
+# %% ../nbs/06_kda_hopper.ipynb #e515a41b
+@gluon.jit
+def _write_side(mine, t_s, x, a_s, vec, g, A_log, dt_bias, G, dv, dg, db, dw, dgate, done, lower, i_c, i_b, i_h, i_bh, T, H, NT,
+                PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr, HAS_A: gl.constexpr,
+                HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr, NEG: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
+    """Both states, dL, dv, the rates' gradients and t; then dg."""
+    dt: gl.constexpr = t_s.dtype
     ACC: gl.constexpr = product_layout(W)
     rows: gl.constexpr = gl.SliceLayout(1, ACC)
     cols: gl.constexpr = gl.SliceLayout(0, ACC)
     zero = gl.zeros([C, C], gl.float32, ACC)
     i, j = tile_index(ACC)
-    a = _anchor(a_s, vec, i_c, i_bh, NT, cols, LEVELS, PARTS)
-    _solve(t_s, x, vec, libdevice.exp2(sums - a[None, :]), i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
-    dm, dbeta, gq, ge = _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, PARTS, W)
-    sums = _read_again(sums, G, i_c, i_b, i_h, T, H, NT, ACC, PARTS)
-    if LEVELS:
-        gq, ge, dG = _readers_by_levels(t_s, x, gq, ge, sums, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL,
-                                        USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
+    if mine:
+        a = _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)
+        f = libdevice.exp2(a)
+        last = _scale_state(t_s, _S, f, PARTS, W)
+        announce(done.index(_STATES))
+        last = _column_sums(last * _scale_state(t_s, _D, f, PARTS, W), cols)
+        last *= libdevice.exp2(_total(vec, i_c, i_bh, NT, cols) - 2.0 * a)
+        dbeta = _value_gradients(t_s, x, dv, dw, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, PARTS, W)
+        mbarrier.wait(done.index(_SOLVED), 0)
+        fence_async_shared()
+        barrier()
+        N = _times_R(zero, t_s, t_s, True, PARTS, _P * PARTS)  # (5)
+        de = mma(zero, t_s, t_s, False, False, PARTS, True, _P * PARTS, _S * PARTS)  # (6)
+        N = parts(gl.where(i > j, mma_wait(N, 1, PARTS), 0.0), dt, PARTS)
+        de = mma_wait(de, 0, PARTS)
+        signal(done.index(_FREE))
+        put_parts(t_s, N, PARTS, _P * PARTS)
+        announce(done.index(_PAIRS))
+        t = _times_R(zero, t_s, t_s, False, PARTS, _D * PARTS)
+        sums = _read_again(G, i_c, i_b, i_h, T, H, NT, ACC)
+        a = _total(vec, i_c, i_bh, NT, cols) - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)
+        t = libdevice.exp2(a[None, :] - sums) * mma_wait(t, 0, PARTS)  # (7)
+        mbarrier.wait(done.index(_KEYS), 0)
+        de = mma(de, t_s, t_s, False, False, PARTS, False, _P * PARTS, _S * PARTS)
+        y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+        de = mma_wait(de, 0, PARTS)
+        dG = de * take(t_s, ACC, PARTS, _E * PARTS)
+        de *= libdevice.exp2(sums - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :])
+        tau = y * t
+        rate = _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS)
+        barrier()
+        _put_two(t_s, t - rate * de, _R, PARTS)  # (8)
+        signal(done.index(_WRITTEN))
+        if PER_CHANNEL:
+            _put_through(db, -y * de, t_s, _D * PARTS, i_c, i_b, i_h, T, H, W)
+        else:
+            dbeta -= gl.sum(y * de, 1)
+            _put_beta(dbeta, gl.sum(gl.where(j == 0, rate, 0.0), 1), db, i_c, i_b, i_h, T, H, USE_SIGMOID, NEG, rows)
+        mbarrier.wait(done.index(_TERMS), 0)
+        dG += _take_two(t_s, _A, ACC, PARTS)
+        _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A,
+                             HAS_BIAS, PARTS, W)
+
+# %% ../nbs/06_kda_hopper.ipynb #7854b0bf
+@gluon.jit(do_not_specialize=["T", "H", "NT"])
+def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
+                                 scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
+                                 BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr,
+                                 NEG: gl.constexpr, V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr,
+                                 PARTS: gl.constexpr, W: gl.constexpr, REGS: gl.constexpr):
+    """Every gradient of the chunks that take one anchor; given start states, dS' and P."""
+    xt: gl.constexpr = q.dtype.element_ty
+    dt: gl.constexpr = gl.bfloat16 if PARTS > 1 else xt
+    ACC: gl.constexpr = product_layout(W)
+    cols: gl.constexpr = gl.SliceLayout(0, ACC)
+    i_c, i_bh, i_b, i_h = _place(gl.num_programs(0) // NT, H)
+    await_last_kernel()
+    launch_dependents()
+    t_s = _tiles(dt, 8 if PARTS == 1 else 7 * PARTS)
+    x = (_tiles(xt, 5 if PER_CHANNEL else 3) if PARTS == 1 else t_s), k, q, v, b, w
+    a_s = _vectors(1, 1).index(0) if PARTS == 1 else t_s
+    done = barriers(7, 1)
+    _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CHANNEL, PARTS, W)
+    total = _total(vec, i_c, i_bh, NT, cols)
+    if PARTS == 1:
+        a_s.store(_whole(0.5 * total))
     else:
-        a = _anchor(a_s, vec, i_c, i_bh, NT, cols, LEVELS, PARTS)
-        gq, ge, dG = _readers_by_anchor(t_s, x, gq, ge, sums, a, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2, PARTS, W)
+        put(t_s, _get(dv, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _P * PARTS)
+    mine = (gl.min(total, 0) >= -160.0).to(gl.int32)
+    async_copy.wait_group(0)
+    barrier()
+    _bring_edges(t_s, h0, dht, i_c, i_bh, NT, V_FIRST, HAS_H0, HAS_DHT, PARTS, W)
+    gl.warp_specialize([
+        (_read_side, (mine, t_s, x, a_s, vec, G, do, dq, dk, done, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)),
+        (_write_side, (mine, t_s, x, a_s, vec, g, A_log, dt_bias, G, dv, dg, db, dw, dgate, done, lower, i_c, i_b, i_h, i_bh, T, H, NT,
+                       PER_CHANNEL, USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, USE_SIGMOID, NEG, PARTS, W)),
+    ], [4], [REGS])
+
+# %% ../nbs/06_kda_hopper.ipynb #1c835231
+@gluon.jit(do_not_specialize=["T", "H", "NT"])
+def _hopper_kda_levels_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
+                                  scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
+                                  BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr,
+                                  NEG: gl.constexpr, V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr,
+                                  PARTS: gl.constexpr, W: gl.constexpr):
+    """The same for the chunks that take levels."""
+    xt: gl.constexpr = q.dtype.element_ty
+    dt: gl.constexpr = gl.bfloat16 if PARTS > 1 else xt
+    ACC: gl.constexpr = product_layout(W)
+    rows: gl.constexpr = gl.SliceLayout(1, ACC)
+    cols: gl.constexpr = gl.SliceLayout(0, ACC)
+    zero = gl.zeros([C, C], gl.float32, ACC)
+    i, j = tile_index(ACC)
+    i_c, i_bh, i_b, i_h = _place(gl.num_programs(0) // NT, H)
+    if dt == gl.float16:
+        await_last_kernel()
+    else:  # beside the launch for anchors: nothing that comes after both may start before both have ended
+        if gl.program_id(0) == gl.num_programs(0) - 1:
+            await_last_kernel()
+        if gl.min(_total(vec, i_c, i_bh, NT, cols), 0) >= -160.0:
+            return
+    t_s = _tiles(dt, 8 if PARTS == 1 and dt == gl.bfloat16 else 7 * PARTS)
+    x = (_tiles(xt, 5 if PER_CHANNEL else 3) if PARTS == 1 else t_s), k, q, v, b, w
+    last_s = _vectors(1, 1).index(0) if PARTS == 1 else None
+    _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CHANNEL, PARTS, W)
+    up = libdevice.exp2(_get(G, i_c, i_b, i_h, T, H, NT, ACC))
+    if PARTS > 1:
+        put(t_s, _get(do, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _O * PARTS)
+        put(t_s, _get(dv, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _P * PARTS)
+    async_copy.wait_group(0)
+    barrier()
+    _bring_edges(t_s, h0, dht, i_c, i_bh, NT, V_FIRST, HAS_H0, HAS_DHT, PARTS, W)
+    last = _column_sums(take(t_s, ACC, PARTS, _S * PARTS) * take(t_s, ACC, PARTS, _D * PARTS), cols)
+    last *= libdevice.exp2(_total(vec, i_c, i_bh, NT, cols))
+    if PARTS == 1:
+        last_s.store(last)  # float32 has room for it in registers alone
+    R = _put_erasing(t_s, x, vec, up, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
+    _solve(t_s, R, PARTS)
+    dm, dbeta, gq, ge = _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, PARTS, W)
+    up = libdevice.exp2(_read_again(G, i_c, i_b, i_h, T, H, NT, ACC))
+    gq, ge, dG = _readers_by_levels(t_s, x, gq, ge, up, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL,
+                                    USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
     xq = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
     xk = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
     rate = _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS)
@@ -1151,18 +1323,12 @@ def _gradients(t_s, x, a_s, last_s, sums, vec, g, A_log, dt_bias, G, dq, dk, dv,
         dbeta -= gl.sum(xk * ge, 1)
         _put_beta(dbeta, gl.sum(gl.where(j == 0, rate, 0.0), 1), db, i_c, i_b, i_h, T, H, USE_SIGMOID, NEG, rows)
     gk = dm[:, None] * xq - rate * ge  # (8), without dk' and t
-    if LEVELS:
-        z, dG = _keys_by_levels(t_s, x, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, USE_GATE,
-                                BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
-    else:
-        sums = _read_again(sums, G, i_c, i_b, i_h, T, H, NT, ACC, PARTS)
-        a = _anchor(a_s, vec, i_c, i_bh, NT, cols, LEVELS, PARTS)
-        z, dG = _keys_by_anchor(t_s, libdevice.exp2(a[None, :] - sums), dG, PARTS, W)
+    z, dG = _keys_by_levels(t_s, x, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, USE_GATE,
+                            BOUNDED, HAS_A, HAS_BIAS, PARTS, W)
     gk += z
     z = _times_R(zero, t_s, t_s, False, PARTS, _D * PARTS)
-    a = _total(vec, i_c, i_bh, NT, cols) - _anchor(a_s, vec, i_c, i_bh, NT, cols, LEVELS, PARTS)
-    sums = _read_again(sums, G, i_c, i_b, i_h, T, H, NT, ACC, PARTS)
-    z = libdevice.exp2(a[None, :] - sums) * mma_wait(z, 0, PARTS)  # (7): t
+    sums = _read_again(G, i_c, i_b, i_h, T, H, NT, ACC)
+    z = libdevice.exp2(_total(vec, i_c, i_bh, NT, cols)[None, :] - sums) * mma_wait(z, 0, PARTS)  # (7): t
     tau = xk * z
     _put_token_rows(dk, _unit_gradient(gk + z, xk, vec, i_c, i_bh, NT, 1, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
     if PARTS == 1:
@@ -1170,57 +1336,12 @@ def _gradients(t_s, x, a_s, last_s, sums, vec, g, A_log, dt_bias, G, dq, dk, dv,
     _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A,
                          HAS_BIAS, PARTS, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #d63651fe
-@gluon.jit(do_not_specialize=["T", "H", "NT"])
-def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
-                                 scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
-                                 BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr,
-                                 NEG: gl.constexpr, V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr,
-                                 LEVELS: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
-    """Every gradient of the chunks that take one anchor, or of those that take levels; given start states, dS' and P."""
-    xt: gl.constexpr = q.dtype.element_ty
-    dt: gl.constexpr = gl.bfloat16 if PARTS > 1 else xt
-    ACC: gl.constexpr = product_layout(W)
-    cols: gl.constexpr = gl.SliceLayout(0, ACC)
-    i_c, i_bh, i_b, i_h = _place(gl.num_programs(0) // NT, H)
-    if LEVELS and dt != gl.float16:  # beside the launch for anchors; nothing after both may start before both have ended
-        if gl.program_id(0) == gl.num_programs(0) - 1:
-            await_last_kernel()
-        if gl.min(_total(vec, i_c, i_bh, NT, cols), 0) >= -160.0:
-            return
-    else:
-        await_last_kernel()
-        launch_dependents()
-    t_s = _tiles(dt, 8 if PARTS == 1 and dt == gl.bfloat16 else 7 * PARTS)
-    x = (_tiles(xt, 5 if PER_CHANNEL else 3) if PARTS == 1 else t_s), k, q, v, b, w
-    a_s, last_s = None, None
-    if PARTS == 1:
-        a_s, last_s = _vectors(1, 1).index(0), _vectors(1, 1).index(0)
-    _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CHANNEL, PARTS, W)
-    total = _total(vec, i_c, i_bh, NT, cols)
-    sums = _get(G, i_c, i_b, i_h, T, H, NT, ACC)
-    a = gl.zeros([C], gl.float32, cols) if LEVELS else _whole(0.5 * total)
-    if PARTS == 1 and not LEVELS:
-        a_s.store(a)
-    if PARTS > 1:
-        put(t_s, _get(do, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _O * PARTS)
-        put(t_s, _get(dv, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _P * PARTS)
-    mine = LEVELS | (gl.min(total, 0) >= -160.0)
-    async_copy.wait_group(0)
-    barrier()
-    last = _bring_states(t_s, h0, dht, a, libdevice.exp2(total - 2.0 * a), i_c, i_bh, NT, V_FIRST, HAS_H0, HAS_DHT, PARTS, W)
-    if PARTS == 1:
-        last_s.store(last)  # float32 has room for it in registers alone
-    if mine:
-        _gradients(t_s, x, a_s, last_s, sums, vec, g, A_log, dt_bias, G, dq, dk, dv, dg, db, dw, dgate, last, scale, lower, i_c, i_b, i_h,
-                   i_bh, T, H, NT, LEVELS, PER_CHANNEL, USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, USE_SIGMOID, NEG, PARTS, W)
-
-# %% ../nbs/06_kda_hopper.ipynb #c71b347f
-PLANS = {  # PARTS -> plans of A and M, the forward scan, the backward scan and the chunks' gradients
+# %% ../nbs/06_kda_hopper.ipynb #e7f03f45
+PLANS = {  # PARTS -> plans of A and M, the forward scan, the backward scan, and the chunks' gradients by anchor and by levels
     1: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, SOLVED=2, RAW=2, NB=2, OUT=88, LOAD=128, LW=8),
-        dict(STAGES=2, SOLVED=2, RAW=2, NB=2, OUT=88, LOAD=128, LW=8), dict(W=4, num_warps=4)),
+        dict(STAGES=2, SOLVED=2, RAW=2, NB=2, OUT=88, LOAD=128, LW=8), dict(W=4, REGS=128, num_warps=4, maxnreg=128), dict(W=4, num_warps=4)),
     2: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=1, SOLVED=2, RAW=1, NB=1, OUT=96, LOAD=128, LW=8),
-        dict(STAGES=1, SOLVED=2, RAW=1, NB=1, OUT=96, LOAD=128, LW=8), dict(W=4, num_warps=4)),
+        dict(STAGES=1, SOLVED=2, RAW=1, NB=1, OUT=96, LOAD=128, LW=8), dict(W=4, REGS=128, num_warps=4, maxnreg=128), dict(W=4, num_warps=4)),
 }
 
 def _scan_plan(parts, n, per_channel):
@@ -1245,7 +1366,7 @@ def levels_of(
     "The launches of `chunk_bwd` that a backward needs: float16 has chunks by levels only."
     return (True,) if dtype is torch.float16 else (False, True)
 
-# %% ../nbs/06_kda_hopper.ipynb #7b26febe
+# %% ../nbs/06_kda_hopper.ipynb #ca7e7a68
 _EPS, _EARLY = 1e-6, dict(launch_pdl=True)
 
 def _gates(per_channel, l2norm, gate, bounded, has_a, bias):
@@ -1272,24 +1393,25 @@ def bwd_scan(kinds, parts, per_channel, l2norm, v_first, dht, dh0):
 @cache
 def chunk_bwd(kinds, parts, per_channel, l2norm, gate, bounded, has_a, bias, sigmoid, neg, v_first, h0, dht, levels):
     "Gradients of one kind of chunks: launch(B * H * NT, q, k, v, g, b, w, A_log, ..., dw, dgate, scale, lower, T, H, NT)."
-    return launcher(_hopper_kda_chunk_bwd_kernel, True, **_gates(per_channel, l2norm, gate, bounded, has_a, bias), USE_SIGMOID=sigmoid,
-                    NEG=neg, V_FIRST=v_first, HAS_H0=h0, HAS_DHT=dht, LEVELS=levels, PARTS=parts, **PLANS[parts][3], **_EARLY)
+    kernel = _hopper_kda_levels_bwd_kernel if levels else _hopper_kda_chunk_bwd_kernel
+    return launcher(kernel, True, **_gates(per_channel, l2norm, gate, bounded, has_a, bias), USE_SIGMOID=sigmoid, NEG=neg,
+                    V_FIRST=v_first, HAS_H0=h0, HAS_DHT=dht, PARTS=parts, **PLANS[parts][3 + levels], **_EARLY)
 
-# %% ../nbs/06_kda_hopper.ipynb #55e640af
+# %% ../nbs/06_kda_hopper.ipynb #57c5f077
 _WIDE = dict.fromkeys("g G dg vec h0 ht dht dh0 dgate A_log dt_bias".split(), "*fp32")
 _WIDE |= dict(scale="fp32", lower="fp32", T="i32", H="i32", NT="i32")
 _OPTIONAL = dict.fromkeys("h0 ht dht dh0 dgate A_log dt_bias".split())
 _SWITCHES = "PER_CHANNEL USE_L2 USE_GATE BOUNDED HAS_A HAS_BIAS USE_SIGMOID NEG V_FIRST HAS_H0 SAVE_HT HAS_DHT SAVE_DH0".split()
 _SPILLS = {  # (dtype, PARTS, everything): bytes per thread, for each kernel; the last for one anchor and for levels
-    ("bf16", 1, False): (0, 64, 0, 160, 456), ("bf16", 1, True): (16, 64, 0, 384, 584), ("fp16", 1, False): (0, 64, 0, 24, 424),
+    ("bf16", 1, False): (0, 64, 0, 160, 456), ("bf16", 1, True): (16, 64, 0, 384, 584), ("fp16", 1, False): (0, 64, 0, None, 424),
     ("fp32", 2, False): (72, 224, 0, 384, 1328), ("fp32", 2, True): (200, 336, 16, 584, 1624),
 }
 
-def _case(kernel, dtype, parts, everything, levels, plan, spill):
+def _case(kernel, dtype, parts, everything, plan, spill):
     plan = dict(plan)
     options = tuple((n, plan.pop(n)) for n in ("maxnreg", "enable_fp_fusion") if n in plan)
     warps = plan.pop("num_warps", 4)
-    fixed = dict(EPS=_EPS, PARTS=parts, SAVE_H=True, LEVELS=levels) | dict.fromkeys(_SWITCHES, everything) | plan
+    fixed = dict(EPS=_EPS, PARTS=parts, SAVE_H=True) | dict.fromkeys(_SWITCHES, everything) | plan
     if not everything: fixed |= _OPTIONAL | dict(w=None, dw=None)
     fixed = {n: fixed[n] for n in kernel.arg_names if n in fixed}
     low = dict.fromkeys(("A", "M", "h", "ds"), "*bf16" if parts > 1 else f"*{dtype}")
@@ -1300,6 +1422,6 @@ def _case(kernel, dtype, parts, everything, levels, plan, spill):
 def aot_cases() -> list: # of `Case`
     "This module's kernels as the gate compiles them."
     kernels = (_hopper_kda_chunk_fwd_kernel, _hopper_kda_fwd_kernel, _hopper_kda_bwd_kernel,
-               _hopper_kda_chunk_bwd_kernel, _hopper_kda_chunk_bwd_kernel)
-    return [_case(kernel, *how, n == 4, _scan_plan(how[1], n, how[2]) if n in (1, 2) else PLANS[how[1]][min(n, 3)], spill)
-            for how, spills in _SPILLS.items() for n, (kernel, spill) in enumerate(zip(kernels, spills))]
+               _hopper_kda_chunk_bwd_kernel, _hopper_kda_levels_bwd_kernel)
+    return [_case(kernel, *how, _scan_plan(how[1], n, how[2]) if n in (1, 2) else PLANS[how[1]][n], spill)
+            for how, spills in _SPILLS.items() for n, (kernel, spill) in enumerate(zip(kernels, spills)) if spill is not None]

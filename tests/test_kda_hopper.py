@@ -139,10 +139,10 @@ class Kernels:
 
     def gradients(self, levels):
         q, k, v, g, b = (self.x[n] for n in "qkvgb")
-        interpret(hopper._hopper_kda_chunk_bwd_kernel, self.B * self.H * self.NT, q, k, v, g, b, self.x.get("w"), *self.gate, self.A,
-                  self.G, self.vec, self.states("S"), self.h, self.x["do"], self.states("dS"), self.new["q"].view(self.low),
-                  *(self.new.get(n) for n in "qkvgbw"), self.dgate, *self.last, HAS_H0=self.state, HAS_DHT=self.state, LEVELS=levels,
-                  V_FIRST=self.v_first, **self.beta, **self.on, **plan(self.parts, 3))  # fmt: skip
+        kernel = hopper._hopper_kda_levels_bwd_kernel if levels else hopper._hopper_kda_chunk_bwd_kernel
+        interpret(kernel, self.B * self.H * self.NT, q, k, v, g, b, self.x.get("w"), *self.gate, self.A, self.G, self.vec, self.states("S"), self.h, self.x["do"], self.states("dS"), self.new["q"].view(self.low),
+                  *(self.new.get(n) for n in "qkvgbw"), self.dgate, *self.last, HAS_H0=self.state, HAS_DHT=self.state,
+                  V_FIRST=self.v_first, **self.beta, **self.on, **plan(self.parts, 3 + levels))  # fmt: skip
         return self
 
     def results(self):
