@@ -63,7 +63,7 @@ def _decay_tile(g, A_log, dt_bias, lower, i_c, i_b, i_h, T, H, NT, USE_GATE: gl.
     x = _get(g, i_c, i_b, i_h, T, H, NT, L)
     return _log_decay(x, A_log, dt_bias, lower, i_c, i_h, T, L, USE_GATE, BOUNDED, HAS_A, HAS_BIAS)
 
-# %% ../nbs/06_kda_hopper.ipynb #d3c77a28
+# %% ../nbs/06_kda_hopper.ipynb #e7ce2f20
 _E, _S, _D, _A, _R, _O, _P, _LOW = (gl.constexpr(n) for n in range(8))  # places in shared memory: e, S, dS', A, R, do, P come there first
 
 @gluon.jit
@@ -97,10 +97,6 @@ def _put_two(t_s, x, place: gl.constexpr, PARTS: gl.constexpr):
     p = _sum_parts(x, t_s.dtype, 2)
     t_s.index(place * PARTS).store(p[0])
     t_s.index(_second(place, PARTS)).store(p[1])
-
-@gluon.jit
-def _take_two(t_s, place: gl.constexpr, L: gl.constexpr, PARTS: gl.constexpr):
-    return t_s.index(place * PARTS).load(L).to(gl.float32) + t_s.index(_second(place, PARTS)).load(L).to(gl.float32)
 
 @gluon.jit
 def _put_decays(t_s, x, last: gl.constexpr, PARTS: gl.constexpr):
@@ -452,7 +448,7 @@ def _copy_solved(s, A, at, n, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexp
         p, m = _inverse_rows(A, n, part, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, L, PARTS)
         async_copy.async_copy_global_to_shared(s.index(at * PARTS + part), p, mask=m & (n >= 0) & (n < NT))
 
-# %% ../nbs/06_kda_hopper.ipynb #1e3b784e
+# %% ../nbs/06_kda_hopper.ipynb #46581b08
 @gluon.jit
 def _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, at, c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr, WRITES: gl.constexpr,
                 USE_L2: gl.constexpr, ROWS: gl.constexpr, W: gl.constexpr):
@@ -472,17 +468,28 @@ def _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, at, c, i_b, i_h, i_bh
     async_copy.commit_group()
 
 @gluon.jit
-def _bring_solved(A, M, a_s, m_s, at, c, i_b, i_h, i_bh, T, H, NT, REVERSE: gl.constexpr, PER_CHANNEL: gl.constexpr,
-                  PARTS: gl.constexpr, W: gl.constexpr):
-    """Starts the copies of A - I and, backwards, of M."""
+def _copy_solved_and_scores(A, M, a_s, m_s, at, n, i_b, i_h, i_bh, T, H, NT, REVERSE: gl.constexpr, PER_CHANNEL: gl.constexpr,
+                            PARTS: gl.constexpr, W: gl.constexpr):
+    """Starts the copies of step n's A - I and, backwards, of its M."""
     L: gl.constexpr = tile_layout(a_s.dtype, W)
+    c = NT - 1 - n if REVERSE else n
     _copy_solved(a_s, A, at, c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, L, PARTS)
     if REVERSE:
         for part in gl.static_range(PARTS):
             p, m = _score_rows(M, c, part, i_b, i_h, T, H, L, PARTS)
             async_copy.async_copy_global_to_shared(m_s.index(at * PARTS + part), p, mask=m)
 
-# %% ../nbs/06_kda_hopper.ipynb #abaac761
+@gluon.jit
+def _bring_solved(A, M, a_s, m_s, full, n, i_b, i_h, i_bh, T, H, NT, REVERSE: gl.constexpr, PER_CHANNEL: gl.constexpr,
+                  AHEAD: gl.constexpr, SOLVED: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
+    """Starts those of step n + AHEAD, and lets step n's barrier count the copies up to its own."""
+    if AHEAD > 0:
+        async_copy.mbarrier_arrive(full, increment_count=True)
+    _copy_solved_and_scores(A, M, a_s, m_s, (n + AHEAD) % SOLVED, n + AHEAD, i_b, i_h, i_bh, T, H, NT, REVERSE, PER_CHANNEL, PARTS, W)
+    if AHEAD == 0:
+        async_copy.mbarrier_arrive(full, increment_count=True)
+
+# %% ../nbs/06_kda_hopper.ipynb #5278ba29
 @gluon.jit
 def _scan_load(q, k, x, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, m_s, d_s, raw_s, sums_s, r_s, full, empty, scale,
                i_b, i_h, i_bh, T, H, NT, REVERSE: gl.constexpr, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, PARTS: gl.constexpr,
@@ -496,17 +503,16 @@ def _scan_load(q, k, x, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, m_s, d_s, r
     AHEAD: gl.constexpr = SOLVED - STAGES
     await_last_kernel()
     for n in gl.static_range(AHEAD):
-        _bring_solved(A, M, a_s, m_s, n, NT - 1 - n if REVERSE else n, i_b, i_h, i_bh, T, H, NT, REVERSE, PER_CHANNEL, PARTS, W)
+        _copy_solved_and_scores(A, M, a_s, m_s, n, n, i_b, i_h, i_bh, T, H, NT, REVERSE, PER_CHANNEL, PARTS, W)
     for n in gl.static_range(RAW):
         _bring_rows(q, k, x, G, b, w, vec, raw_s, sums_s, r_s, n, NT - 1 - n if REVERSE else n, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL,
                     WRITES, USE_L2, ROWS, W)
     for n in range(NT):
-        st, raw, f, s = n % STAGES, n % RAW, n + RAW, n + AHEAD
+        st, raw, f = n % STAGES, n % RAW, n + RAW
         at = st * PARTS
         if STAGES > 1:
             mbarrier.wait(empty.index(st), n // STAGES % 2 ^ 1)
-            _bring_solved(A, M, a_s, m_s, st, NT - 1 - n if REVERSE else n, i_b, i_h, i_bh, T, H, NT, REVERSE, PER_CHANNEL, PARTS, W)
-            async_copy.mbarrier_arrive(full.index(st), increment_count=True)
+            _bring_solved(A, M, a_s, m_s, full.index(st), n, i_b, i_h, i_bh, T, H, NT, REVERSE, PER_CHANNEL, AHEAD, SOLVED, PARTS, W)
         async_copy.wait_group(RAW - 1)
         barrier()
         row_s = r_s.index(raw)
@@ -526,11 +532,7 @@ def _scan_load(q, k, x, G, b, w, A, M, vec, q_s, e_s, k_s, x_s, a_s, m_s, d_s, r
                     WRITES, USE_L2, ROWS, W)
         if STAGES == 1:
             mbarrier.wait(empty.index(st), n % 2 ^ 1)
-            if AHEAD > 0:
-                async_copy.mbarrier_arrive(full.index(st), increment_count=True)
-            _bring_solved(A, M, a_s, m_s, s % SOLVED, NT - 1 - s if REVERSE else s, i_b, i_h, i_bh, T, H, NT, REVERSE, PER_CHANNEL, PARTS, W)
-            if AHEAD == 0:
-                async_copy.mbarrier_arrive(full.index(st), increment_count=True)
+            _bring_solved(A, M, a_s, m_s, full.index(st), n, i_b, i_h, i_bh, T, H, NT, REVERSE, PER_CHANNEL, AHEAD, SOLVED, PARTS, W)
         d_s.index(st).store(libdevice.exp2(total))
         put(k_s, y * libdevice.exp2(total[None, :] - xG), dt, PARTS, at)
         gamma = libdevice.exp2(xG)
@@ -806,7 +808,7 @@ def _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CH
             _copy_tile(x[0].index(n), x[1 + n], i_b, i_h, i_c, T, H, L)
     async_copy.commit_group()
 
-# %% ../nbs/06_kda_hopper.ipynb #bb7e0fc9
+# %% ../nbs/06_kda_hopper.ipynb #f70f4fe5
 @gluon.jit
 def _total(vec, i_c, i_bh, NT, L: gl.constexpr):
     """What the chunk's channels lose, read anew each time."""
@@ -822,15 +824,17 @@ def _anchor(a_s, vec, i_c, i_bh, NT, L: gl.constexpr, PARTS: gl.constexpr):
         return _whole(0.5 * _total(vec, i_c, i_bh, NT, L))
 
 @gluon.jit
+def _sums(g_s, G, i_c, i_b, i_h, T, H, NT, L: gl.constexpr, KEPT: gl.constexpr):
+    """G's tile once more: from shared memory if it is kept there."""
+    if KEPT:
+        return g_s.index(0).load(L)
+    else:
+        return _read_again(G, i_c, i_b, i_h, T, H, NT, L)
+
+@gluon.jit
 def _read_again(G, i_c, i_b, i_h, T, H, NT, L: gl.constexpr):
     """G's tile, where registers are wanted for something else since it was read last."""
     return _get(G, again(i_c), i_b, i_h, T, H, NT, L)
-
-@gluon.jit
-def _column_sums(x, L: gl.constexpr):
-    """Sums of a tile's columns, by halves: that takes half the shared memory that the compiler wants for it."""
-    a, b = gl.split(x.reshape([C, 2, C // 2]).permute((0, 2, 1)))
-    return gl.convert_layout(gl.join(gl.sum(a, 0), gl.sum(b, 0)).permute((1, 0)).reshape([C]), L)
 
 # %% ../nbs/06_kda_hopper.ipynb #eadedbcc
 @gluon.jit
@@ -1024,7 +1028,7 @@ def _keys_by_levels(t_s, x, dG, g, A_log, dt_bias, lower, vec, i_c, i_b, i_h, i_
         barrier()
     return z, dG
 
-# %% ../nbs/06_kda_hopper.ipynb #bd09c120
+# %% ../nbs/06_kda_hopper.ipynb #50d6962e
 @gluon.jit
 def _unit_gradient(x, y, vec, i_c, i_bh, NT, row: gl.constexpr, USE_L2: gl.constexpr, L: gl.constexpr):
     """The gradient x by unit rows y, of length 1 / r before."""
@@ -1062,12 +1066,12 @@ def _gate_gradients(dx, g, A_log, dt_bias, lower, dgate, i_c, i_b, i_h, T, H, NT
         if BOUNDED:
             y = 1.0 / (1.0 + gl.exp(-a * x))
             dx *= lower * y / (1.0 + gl.exp(a * x))
-            gl.store(p + H * C + i_h, gl.sum(_column_sums(dx * (a * x), cols), 0))
+            gl.store(p + H * C + i_h, gl.sum(gl.sum(dx * (a * x), 0), 0))
             dx *= a
         else:
-            gl.store(p + H * C + i_h, gl.sum(_column_sums(dx * (-a * _softplus(x)), cols), 0))
+            gl.store(p + H * C + i_h, gl.sum(gl.sum(dx * (-a * _softplus(x)), 0), 0))
             dx *= -a / (1.0 + gl.exp(-x))
-        gl.store(p + i_h * C + o, _column_sums(dx, cols))
+        gl.store(p + i_h * C + o, gl.sum(dx, 0))
     return dx
 
 @gluon.jit
@@ -1101,9 +1105,7 @@ def _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate
     dx = _gate_gradients(dx, g, A_log, dt_bias, lower, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, W)
     _put_token_rows(dg, dx, i_c, i_b, i_h, T, H, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #91b874f3
-_STATES, _SOLVED, _FREE, _KEYS, _PAIRS, _TERMS, _WRITTEN = (gl.constexpr(n) for n in range(7))  # what each barrier says has been done
-
+# %% ../nbs/06_kda_hopper.ipynb #3ec3c596
 @gluon.jit
 def _scale_state(t_s, place: gl.constexpr, f, PARTS: gl.constexpr, W: gl.constexpr):
     """A state's columns times f, in place; the product."""
@@ -1112,135 +1114,80 @@ def _scale_state(t_s, place: gl.constexpr, f, PARTS: gl.constexpr, W: gl.constex
     return x
 
 @gluon.jit
-def _put_through(x, y, t_s, at: gl.constexpr, i_c, i_b, i_h, T, H, W: gl.constexpr):
-    """`_put_token_rows` by way of a free place, where the compiler's own would be one too many."""
-    if x.dtype.element_ty == t_s.dtype:
-        L: gl.constexpr = tile_layout(t_s.dtype, W)
-        t_s.index(at).store(y.to(t_s.dtype))
-        barrier()
-        p, m = token_rows(x, i_b, i_h, i_c * C, T, H, L)
-        gl.store(p, t_s.index(at).load(L), mask=m)
-    else:
-        p, m = token_rows(x, i_b, i_h, i_c * C, T, H, product_layout(W))
-        gl.store(p, y.to(x.dtype.element_ty), mask=m)
-
-# %% ../nbs/06_kda_hopper.ipynb #65b7a896
-@gluon.jit
-def _read_side(mine, t_s, x, a_s, vec, G, do, dq, dk, done, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL: gl.constexpr,
-               USE_L2: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
-    """R, dM, dq; the pairs' share of dk, then all of it."""
-    dt: gl.constexpr = t_s.dtype
+def _readers_by_anchor(t_s, x, gq, ge, sums, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2: gl.constexpr, PARTS: gl.constexpr,
+                       W: gl.constexpr):
+    """(6): dq' and -de without row factors, given what the states give; and what both give to (9). `sums` are from the anchor."""
     ACC: gl.constexpr = product_layout(W)
-    cols: gl.constexpr = gl.SliceLayout(0, ACC)
-    zero = gl.zeros([C, C], gl.float32, ACC)
-    i, j = tile_index(ACC)
-    if mine:
-        if PARTS > 1:
-            put(t_s, _get(do, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _O * PARTS)
-        y = libdevice.exp2(_get(G, i_c, i_b, i_h, T, H, NT, ACC) - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :])
-        y = _put_erasing(t_s, x, vec, y, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
-        mbarrier.wait(done.index(_STATES), 0)
-        _solve(t_s, y, PARTS)
-        mbarrier.arrive(done.index(_SOLVED))
-        M = _times_R(zero, t_s, t_s, True, PARTS, _O * PARTS)  # (5)
-        dq_ = mma(zero, t_s, t_s, False, False, PARTS, True, _O * PARTS, _S * PARTS)  # (6)
-        M = mma_wait(M, 1, PARTS)
-        dm = scale * gl.sum(gl.where(i == j, M, 0.0), 1)
-        put(t_s, gl.where(i > j, scale * M, 0.0), dt, PARTS, _A * PARTS)
-        dq_ = scale * mma_wait(dq_, 0, PARTS)
-        barrier()
-        sums = _read_again(G, i_c, i_b, i_h, T, H, NT, ACC) - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :]
-        y = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-        put(t_s, y * libdevice.exp2(sums), dt, PARTS, _O * PARTS)
-        y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-        mbarrier.wait(done.index(_FREE), 0)
-        put(t_s, y * libdevice.exp2(-sums), dt, PARTS, _S * PARTS)
-        announce(done.index(_KEYS))
-        dq_ = mma(dq_, t_s, t_s, False, False, PARTS, False, _A * PARTS, _S * PARTS)
-        dq_ = mma_wait(dq_, 0, PARTS)
-        dG = dq_ * take(t_s, ACC, PARTS, _O * PARTS)
-        y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-        dq_ = dq_ * libdevice.exp2(sums) + dm[:, None] * y
-        y = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-        _put_token_rows(dq, _unit_gradient(dq_, y, vec, i_c, i_bh, NT, 0, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
-        mbarrier.wait(done.index(_PAIRS), 0)
-        z = mma(zero, t_s, t_s, True, False, PARTS, True, _P * PARTS, _E * PARTS)  # (7)
-        z = mma(z, t_s, t_s, True, False, PARTS, False, _A * PARTS, _O * PARTS)
-        z = mma_wait(z, 0, PARTS)
-        dG -= z * take(t_s, ACC, PARTS, _S * PARTS)
-        sums = _read_again(G, i_c, i_b, i_h, T, H, NT, ACC) - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :]
-        z = z * libdevice.exp2(-sums)
-        barrier()
-        _put_two(t_s, dG, _A, PARTS)
-        signal(done.index(_TERMS))  # from here on dg may take G's place
-        z += dm[:, None] * _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)  # (8)
-        y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-        mbarrier.wait(done.index(_WRITTEN), 0)
-        z += _take_two(t_s, _R, ACC, PARTS)
-        _put_token_rows(dk, _unit_gradient(z, y, vec, i_c, i_bh, NT, 1, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
+    y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+    put(t_s, y * libdevice.exp2(-sums), t_s.dtype, PARTS, _S * PARTS)
+    y = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+    put(t_s, y * libdevice.exp2(sums), t_s.dtype, PARTS, _P * PARTS)
+    fence_async_shared()
+    barrier()
+    gq = mma(gq, t_s, t_s, False, False, PARTS, False, _A * PARTS, _S * PARTS)
+    ge = mma(ge, t_s, t_s, False, False, PARTS, False, _O * PARTS, _S * PARTS)
+    gq = mma_wait(gq, 1, PARTS)
+    dG = gq * take(t_s, ACC, PARTS, _P * PARTS)
+    ge = mma_wait(ge, 0, PARTS)
+    return gq, ge, dG + ge * take(t_s, ACC, PARTS, _E * PARTS)
 
-# %% ../nbs/06_kda_hopper.ipynb #e515a41b
 @gluon.jit
-def _write_side(mine, t_s, x, a_s, vec, g, A_log, dt_bias, G, dv, dg, db, dw, dgate, done, lower, i_c, i_b, i_h, i_bh, T, H, NT,
-                PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr, HAS_A: gl.constexpr,
-                HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr, NEG: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr):
-    """Both states, dL, dv, the rates' gradients and t; then dg."""
-    dt: gl.constexpr = t_s.dtype
+def _gradients(t_s, x, a_s, last_s, g_s, sums, vec, g, A_log, dt_bias, G, dq, dk, dv, dg, db, dw, dgate, last, scale, lower, i_c, i_b, i_h, i_bh,
+               T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+               HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr, NEG: gl.constexpr, PARTS: gl.constexpr,
+               W: gl.constexpr):
+    """All that follows from states, dS' and P, once they have come."""
     ACC: gl.constexpr = product_layout(W)
     rows: gl.constexpr = gl.SliceLayout(1, ACC)
     cols: gl.constexpr = gl.SliceLayout(0, ACC)
     zero = gl.zeros([C, C], gl.float32, ACC)
     i, j = tile_index(ACC)
-    if mine:
-        a = _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)
-        f = libdevice.exp2(a)
-        last = _scale_state(t_s, _S, f, PARTS, W)
-        announce(done.index(_STATES))
-        last = _column_sums(last * _scale_state(t_s, _D, f, PARTS, W), cols)
-        last *= libdevice.exp2(_total(vec, i_c, i_bh, NT, cols) - 2.0 * a)
-        dbeta = _value_gradients(t_s, x, dv, dw, vec, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, PARTS, W)
-        mbarrier.wait(done.index(_SOLVED), 0)
-        fence_async_shared()
-        barrier()
-        N = _times_R(zero, t_s, t_s, True, PARTS, _P * PARTS)  # (5)
-        de = mma(zero, t_s, t_s, False, False, PARTS, True, _P * PARTS, _S * PARTS)  # (6)
-        N = parts(gl.where(i > j, mma_wait(N, 1, PARTS), 0.0), dt, PARTS)
-        de = mma_wait(de, 0, PARTS)
-        signal(done.index(_FREE))
-        put_parts(t_s, N, PARTS, _P * PARTS)
-        announce(done.index(_PAIRS))
-        t = _times_R(zero, t_s, t_s, False, PARTS, _D * PARTS)
-        sums = _read_again(G, i_c, i_b, i_h, T, H, NT, ACC)
-        a = _total(vec, i_c, i_bh, NT, cols) - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)
-        t = libdevice.exp2(a[None, :] - sums) * mma_wait(t, 0, PARTS)  # (7)
-        mbarrier.wait(done.index(_KEYS), 0)
-        de = mma(de, t_s, t_s, False, False, PARTS, False, _P * PARTS, _S * PARTS)
-        y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
-        de = mma_wait(de, 0, PARTS)
-        dG = de * take(t_s, ACC, PARTS, _E * PARTS)
-        de *= libdevice.exp2(sums - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :])
-        tau = y * t
-        rate = _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS)
-        barrier()
-        _put_two(t_s, t - rate * de, _R, PARTS)  # (8)
-        signal(done.index(_WRITTEN))
-        if PER_CHANNEL:
-            _put_through(db, -y * de, t_s, _D * PARTS, i_c, i_b, i_h, T, H, W)
-        else:
-            dbeta -= gl.sum(y * de, 1)
-            _put_beta(dbeta, gl.sum(gl.where(j == 0, rate, 0.0), 1), db, i_c, i_b, i_h, T, H, USE_SIGMOID, NEG, rows)
-        mbarrier.wait(done.index(_TERMS), 0)
-        dG += _take_two(t_s, _A, ACC, PARTS)
-        _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A,
-                             HAS_BIAS, PARTS, W)
+    KEPT: gl.constexpr = PARTS == 1 and not PER_CHANNEL
+    y = libdevice.exp2(sums - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :])
+    y = _put_erasing(t_s, x, vec, y, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)
+    _solve(t_s, y, PARTS)
+    dm, dbeta, gq, ge = _score_gradients(t_s, x, dv, dw, vec, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, PARTS, W)
+    sums = _sums(g_s, G, i_c, i_b, i_h, T, H, NT, ACC, KEPT) - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :]
+    gq, ge, dG = _readers_by_anchor(t_s, x, gq, ge, sums, vec, i_c, i_b, i_h, i_bh, T, H, NT, USE_L2, PARTS, W)
+    y = libdevice.exp2(sums)
+    gq, ge = y * gq, y * ge
+    gq += dm[:, None] * _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+    y = _query(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+    _put_token_rows(dq, _unit_gradient(gq, y, vec, i_c, i_bh, NT, 0, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
+    gk = dm[:, None] * y
+    y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS) * ge
+    rate = _rate(x, 3, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, PER_CHANNEL, PARTS)
+    gk -= rate * ge  # (8), without dk' and t
+    if PER_CHANNEL:
+        _put_token_rows(db, -y, i_c, i_b, i_h, T, H, W)
+    else:
+        dbeta -= gl.sum(y, 1)
+        _put_beta(dbeta, gl.sum(gl.where(j == 0, rate, 0.0), 1), db, i_c, i_b, i_h, T, H, USE_SIGMOID, NEG, rows)
+    z = mma(zero, t_s, t_s, True, False, PARTS, True, _O * PARTS, _E * PARTS)  # (7)
+    z = mma(z, t_s, t_s, True, False, PARTS, False, _A * PARTS, _P * PARTS)
+    z = mma_wait(z, 0, PARTS)
+    dG -= z * take(t_s, ACC, PARTS, _S * PARTS)
+    sums = _sums(g_s, G, i_c, i_b, i_h, T, H, NT, ACC, KEPT) - _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)[None, :]
+    y = libdevice.exp2(-sums)
+    gk += y * z
+    z = _times_R(zero, t_s, t_s, False, PARTS, _D * PARTS)
+    a = _total(vec, i_c, i_bh, NT, cols) - 2.0 * _anchor(a_s, vec, i_c, i_bh, NT, cols, PARTS)
+    y *= libdevice.exp2(a)[None, :]
+    z = y * mma_wait(z, 0, PARTS)  # (7): t
+    y = _key(x, vec, i_c, i_b, i_h, i_bh, T, H, NT, ACC, USE_L2, PARTS)
+    _put_token_rows(dk, _unit_gradient(gk + z, y, vec, i_c, i_bh, NT, 1, USE_L2, ACC), i_c, i_b, i_h, T, H, W)
+    if PARTS == 1:
+        last = last_s.load(cols)
+    _put_decay_gradients(t_s, last, dG, y * z, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A,
+                         HAS_BIAS, PARTS, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #7854b0bf
+# %% ../nbs/06_kda_hopper.ipynb #1364cb9d
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
                                  scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
                                  BOUNDED: gl.constexpr, HAS_A: gl.constexpr, HAS_BIAS: gl.constexpr, USE_SIGMOID: gl.constexpr,
                                  NEG: gl.constexpr, V_FIRST: gl.constexpr, HAS_H0: gl.constexpr, HAS_DHT: gl.constexpr,
-                                 PARTS: gl.constexpr, W: gl.constexpr, REGS: gl.constexpr):
+                                 PARTS: gl.constexpr, W: gl.constexpr):
     """Every gradient of the chunks that take one anchor; given start states, dS' and P."""
     xt: gl.constexpr = q.dtype.element_ty
     dt: gl.constexpr = gl.bfloat16 if PARTS > 1 else xt
@@ -1251,25 +1198,40 @@ def _hopper_kda_chunk_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0
     launch_dependents()
     t_s = _tiles(dt, 8 if PARTS == 1 else 7 * PARTS)
     x = (_tiles(xt, 5 if PER_CHANNEL else 3) if PARTS == 1 else t_s), k, q, v, b, w
-    a_s = _vectors(1, 1).index(0) if PARTS == 1 else t_s
-    done = barriers(7, 1)
+    KEPT: gl.constexpr = PARTS == 1 and not PER_CHANNEL  # room for G's tile in shared memory
+    a_s, last_s, g_s = None, None, None
+    if PARTS == 1:
+        a_s, last_s = _vectors(1, 1).index(0), _vectors(1, 1).index(0)
+    if KEPT:
+        g_s = _tiles(gl.float32, 1)
+        _copy_tile(g_s.index(0), G, i_b, i_h, i_c, T, H, tile_layout(gl.float32, W))
+    else:
+        sums = _get(G, i_c, i_b, i_h, T, H, NT, ACC)
     _bring_chunk(t_s, x, h, do, A, ds, dv, i_b, i_h, i_bh, i_c, T, H, NT, PER_CHANNEL, PARTS, W)
     total = _total(vec, i_c, i_bh, NT, cols)
+    a = _whole(0.5 * total)
     if PARTS == 1:
-        a_s.store(_whole(0.5 * total))
+        a_s.store(a)
     else:
+        put(t_s, _get(do, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _O * PARTS)
         put(t_s, _get(dv, i_c, i_b, i_h, T, H, NT, ACC).to(gl.float32), dt, PARTS, _P * PARTS)
-    mine = (gl.min(total, 0) >= -160.0).to(gl.int32)
+    mine = gl.min(total, 0) >= -160.0
+    rest = libdevice.exp2(total - 2.0 * a)
     async_copy.wait_group(0)
     barrier()
     _bring_edges(t_s, h0, dht, i_c, i_bh, NT, V_FIRST, HAS_H0, HAS_DHT, PARTS, W)
-    gl.warp_specialize([
-        (_read_side, (mine, t_s, x, a_s, vec, G, do, dq, dk, done, scale, i_c, i_b, i_h, i_bh, T, H, NT, PER_CHANNEL, USE_L2, PARTS, W)),
-        (_write_side, (mine, t_s, x, a_s, vec, g, A_log, dt_bias, G, dv, dg, db, dw, dgate, done, lower, i_c, i_b, i_h, i_bh, T, H, NT,
-                       PER_CHANNEL, USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, USE_SIGMOID, NEG, PARTS, W)),
-    ], [4], [REGS])
+    a = libdevice.exp2(a)
+    last = _scale_state(t_s, _S, a, PARTS, W)
+    last = gl.sum(last * _scale_state(t_s, _D, a, PARTS, W), 0) * rest
+    if PARTS == 1:
+        last_s.store(last)  # float32 has room for it in registers alone
+    if mine:
+        if KEPT:
+            sums = g_s.index(0).load(ACC)
+        _gradients(t_s, x, a_s, last_s, g_s, sums, vec, g, A_log, dt_bias, G, dq, dk, dv, dg, db, dw, dgate, last, scale, lower, i_c, i_b, i_h,
+                   i_bh, T, H, NT, PER_CHANNEL, USE_L2, USE_GATE, BOUNDED, HAS_A, HAS_BIAS, USE_SIGMOID, NEG, PARTS, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #1c835231
+# %% ../nbs/06_kda_hopper.ipynb #f776c87e
 @gluon.jit(do_not_specialize=["T", "H", "NT"])
 def _hopper_kda_levels_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h0, h, do, dht, ds, dq, dk, dv, dg, db, dw, dgate,
                                   scale, lower, T, H, NT, PER_CHANNEL: gl.constexpr, USE_L2: gl.constexpr, USE_GATE: gl.constexpr,
@@ -1303,7 +1265,7 @@ def _hopper_kda_levels_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h
     async_copy.wait_group(0)
     barrier()
     _bring_edges(t_s, h0, dht, i_c, i_bh, NT, V_FIRST, HAS_H0, HAS_DHT, PARTS, W)
-    last = _column_sums(take(t_s, ACC, PARTS, _S * PARTS) * take(t_s, ACC, PARTS, _D * PARTS), cols)
+    last = gl.sum(take(t_s, ACC, PARTS, _S * PARTS) * take(t_s, ACC, PARTS, _D * PARTS), 0)
     last *= libdevice.exp2(_total(vec, i_c, i_bh, NT, cols))
     if PARTS == 1:
         last_s.store(last)  # float32 has room for it in registers alone
@@ -1336,18 +1298,18 @@ def _hopper_kda_levels_bwd_kernel(q, k, v, g, b, w, A_log, dt_bias, A, G, vec, h
     _put_decay_gradients(t_s, last, dG, tau, g, A_log, dt_bias, lower, dg, dgate, i_c, i_b, i_h, T, H, NT, USE_GATE, BOUNDED, HAS_A,
                          HAS_BIAS, PARTS, W)
 
-# %% ../nbs/06_kda_hopper.ipynb #e7f03f45
+# %% ../nbs/06_kda_hopper.ipynb #0890d6fe
 PLANS = {  # PARTS -> plans of A and M, the forward scan, the backward scan, and the chunks' gradients by anchor and by levels
-    1: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, SOLVED=2, RAW=2, NB=2, OUT=88, LOAD=128, LW=8),
-        dict(STAGES=2, SOLVED=2, RAW=2, NB=2, OUT=88, LOAD=128, LW=8), dict(W=4, REGS=128, num_warps=4, maxnreg=128), dict(W=4, num_warps=4)),
+    1: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=2, SOLVED=3, RAW=2, NB=2, OUT=88, LOAD=128, LW=8),
+        dict(STAGES=2, SOLVED=3, RAW=2, NB=1, OUT=88, LOAD=128, LW=8), dict(W=4, num_warps=4), dict(W=4, num_warps=4)),
     2: (dict(W=4, num_warps=4, enable_fp_fusion=False), dict(STAGES=1, SOLVED=2, RAW=1, NB=1, OUT=96, LOAD=128, LW=8),
-        dict(STAGES=1, SOLVED=2, RAW=1, NB=1, OUT=96, LOAD=128, LW=8), dict(W=4, REGS=128, num_warps=4, maxnreg=128), dict(W=4, num_warps=4)),
+        dict(STAGES=1, SOLVED=2, RAW=1, NB=1, OUT=96, LOAD=128, LW=8), dict(W=4, num_warps=4), dict(W=4, num_warps=4)),
 }
 
 def _scan_plan(parts, n, per_channel):
     "By channel, shared memory has room for the rows of one chunk only and, backwards, for one A beside each stage's operands."
     plan = PLANS[parts][n]
-    if per_channel: plan = plan | dict(RAW=1) | (dict(SOLVED=plan["STAGES"]) if n == 2 else {})
+    if per_channel: plan = plan | dict(RAW=1) | (dict(SOLVED=plan["STAGES"]) if parts == n == 2 else {})
     return plan
 
 def runs_here(
