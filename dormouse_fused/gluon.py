@@ -237,7 +237,7 @@ class _Shared:
         if x.dtype != self.dtype: raise TypeError(f"a tile of {x.dtype} into shared memory of {self.dtype}")
         self.data.copy_(x)
 
-# %% ../nbs/04_gluon.ipynb #7c4b81e0
+# %% ../nbs/04_gluon.ipynb #6b92021e
 class _Barriers:
     "The barriers of one program: address -> [signals a turn takes, signals still missing, turns done]."
     def __init__(self): self.state, self.changed = {}, threading.Condition()
@@ -248,6 +248,8 @@ class _Barriers:
             s[1] -= s[0] if of is None else of
             if s[1] == 0: s[1], s[2] = s[0], s[2] + 1
             self.changed.notify_all()
+    def copied(self, b, increment_count): # every copy has been made: all signals that the barrier counts them by, or none beside its own
+        if not increment_count: self.arrive(b, None)
     def wait(self, b, parity):
         s = self.state[b.data.data_ptr()]
         with self.changed:
@@ -263,7 +265,7 @@ def _in_threads(jobs, warps, registers=None):
     for t in threads: t.join()
     if failed: raise failed[0]
 
-# %% ../nbs/04_gluon.ipynb #5aeae897
+# %% ../nbs/04_gluon.ipynb #2fe3c972
 def _product(a, b, acc, use_acc=True, is_async=False):
     a, b = (x.data if isinstance(x, _Shared) else x for x in (a, b))
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16): raise TypeError(f"no product of {a.dtype} and {b.dtype}")
@@ -294,8 +296,7 @@ def _language(program, programs):
         arange=lambda start, stop, layout=None: torch.arange(start, stop),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype), convert_layout=lambda x, layout: x,
         max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis),
-        load=lambda p, mask=None, other=0.0: p.load(mask), store=lambda p, x, mask=None: p.store(x, mask), associative_scan=_scan,
-        split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack([a, b], -1))
+        load=lambda p, mask=None, other=0.0: p.load(mask), store=lambda p, x, mask=None: p.store(x, mask), associative_scan=_scan)
 
 # %% ../nbs/04_gluon.ipynb #8356ad21
 def _bind(f, swaps, done):
@@ -311,7 +312,7 @@ def _bind(f, swaps, done):
         else: names[name] = value.value if isinstance(value, gl.constexpr) else value
     return bound
 
-# %% ../nbs/04_gluon.ipynb #6d28c388
+# %% ../nbs/04_gluon.ipynb #cc16571b
 def interpret(
     kernel, # a Gluon kernel
     programs:int, # how many
@@ -323,7 +324,7 @@ def interpret(
     for program in range(programs):
         bars = _Barriers()
         copies = SimpleNamespace(async_copy_global_to_shared=lambda s, p, mask=None: s.store(p.load(mask)), commit_group=_nothing,
-                                 wait_group=_nothing, mbarrier_arrive=lambda b, increment_count, bars=bars: None if increment_count else bars.arrive(b, None))
+                                 wait_group=_nothing, mbarrier_arrive=bars.copied)
         bars.MBarrierLayout = _nothing
         swaps = {gl: _language(program, programs), async_copy: copies, mbarrier: bars, libdevice: SimpleNamespace(exp2=torch.exp2),
                  warpgroup_mma: _product, warpgroup_mma_wait: lambda n, deps: deps[0], fence_async_shared: _nothing, barrier: _nothing,

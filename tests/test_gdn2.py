@@ -175,7 +175,8 @@ def test_state_v_first():
     got = values(chunk_gdn2, x | dict(initial_state=x["initial_state"].mT.contiguous()), do, dS.mT, state_v_first=True)
     for n in "S", "dinitial_state":
         got[n] = got[n].mT
-    assert [n for n in want if not torch.equal(got[n], want[n])] == []
+    assert [n for n in want if n != "dg" and not torch.equal(got[n], want[n])] == []
+    assert rel_err(got["dg"], want["dg"]) < 1e-6  # a sum over the state, whose layout may decide the order
 
 
 @pytest.mark.parametrize("edit,value", [("g", -20.0), ("g", -0.3), ("b", 0.1), ("w", 0.1), ("k", 0.5)])

@@ -89,7 +89,7 @@ def wanted(x, l2norm=True, sigmoid=False, neg=False, lower=None):
 
 
 class Kernels:
-    "The four kernels on one problem, outputs poisoned with NaN."
+    "The five kernels on one problem, outputs poisoned with NaN."
 
     def __init__(self, x, parts, l2norm=True, sigmoid=False, neg=False, lower=None, v_first=False):
         self.x, self.parts, self.per, self.v_first, self.state = x, parts, "w" in x, v_first, "S" in x
@@ -140,7 +140,8 @@ class Kernels:
     def gradients(self, levels):
         q, k, v, g, b = (self.x[n] for n in "qkvgb")
         kernel = hopper._hopper_kda_levels_bwd_kernel if levels else hopper._hopper_kda_chunk_bwd_kernel
-        interpret(kernel, self.B * self.H * self.NT, q, k, v, g, b, self.x.get("w"), *self.gate, self.A, self.G, self.vec, self.states("S"), self.h, self.x["do"], self.states("dS"), self.new["q"].view(self.low),
+        interpret(kernel, self.B * self.H * self.NT, q, k, v, g, b, self.x.get("w"), *self.gate, self.A, self.G, self.vec,
+                  self.states("S"), self.h, self.x["do"], self.states("dS"), self.new["q"].view(self.low),
                   *(self.new.get(n) for n in "qkvgbw"), self.dgate, *self.last, HAS_H0=self.state, HAS_DHT=self.state,
                   V_FIRST=self.v_first, **self.beta, **self.on, **plan(self.parts, 3 + levels))  # fmt: skip
         return self
