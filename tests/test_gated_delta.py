@@ -1,11 +1,12 @@
 "Gated DeltaNet: options, awkward input, and the kinds of trouble reported of kernels like it."
 import subprocess
 import sys
-from contextlib import contextmanager
 
+import delta_rules
 import pytest
 import torch
 import torch.nn.functional as F
+from delta_rules import DEVICE, compare, exact, gpu, refused, upstream, values
 
 from dormouse_fused import gated_delta
 from dormouse_fused.gated_delta import (
@@ -13,21 +14,11 @@ from dormouse_fused.gated_delta import (
     naive_chunk_gated_delta_rule,
     naive_recurrent_gated_delta_rule,
 )
-from dormouse_fused.parity import poison, rel_err
+from dormouse_fused.parity import rel_err
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 ALL = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
 # The interpreter truncates where a GPU rounds to bfloat16.
-TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 3e-2}
-
-
-@pytest.fixture(autouse=True)
-def _highest():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
+TOLERANCE = delta_rules.TOLERANCE | ({} if DEVICE == "cuda" else {torch.bfloat16: 3e-2})
 
 
 def make(B=1, T=20, H=2, K=16, V=16, dtype=torch.float32, seed=0, state=True, gate=False, raw_beta=False):
@@ -47,38 +38,12 @@ def make(B=1, T=20, H=2, K=16, V=16, dtype=torch.float32, seed=0, state=True, ga
     return {n: t.to(DEVICE, dtype if n in low else torch.float32) for n, t in x.items()}
 
 
-def upstream(x, seed=9):
-    gen = torch.Generator().manual_seed(seed)
-    (B, _, H, K), V = x["q"].shape, x["v"].shape[-1]
-    do = torch.randn(x["v"].shape, generator=gen).to(DEVICE, x["v"].dtype)
-    return do, torch.randn(B, H, K, V, generator=gen).to(DEVICE)
-
-
-def values(rule, x, do, dS, **options):
-    x = {n: t.detach().requires_grad_() for n, t in x.items()}
-    o, S = rule(**x, output_final_state=True, **options)
-    grads = torch.autograd.grad([o, S], list(x.values()), [do, dS])
-    return dict(o=o.detach(), S=S.detach()) | {f"d{n}": d for n, d in zip(x, grads)}
-
-
 def oracle(x, do, dS, **options):
-    x = {n: t.double() for n, t in x.items()}
-    return values(naive_recurrent_gated_delta_rule, x, do.double(), dS.double(), **options)
+    return exact(naive_recurrent_gated_delta_rule, x, do, dS, **options)
 
 
-def check(x, tolerance=None, skip=(), loose=(), **options):
-    "`loose` names tensors with a tolerance of their own; the sums over all tokens behind A_log and dt_bias always have one."
-    do, dS = upstream(x)
-    want = oracle(x, do, dS, **options)
-    with poison():
-        got = values(chunk_gated_delta_rule, x, do, dS, **options)
-    tolerance = tolerance or TOLERANCE[x["q"].dtype]
-    errors = {n: rel_err(got[n], want[n]) if want[n].norm() else got[n].norm().item() for n in want if n not in skip}
-    allowed = dict(dA_log=4 * tolerance, ddt_bias=4 * tolerance) | dict(loose)
-    wrong = {n: f"{e:.1e}" for n, e in errors.items() if not e <= allowed.get(n, tolerance)}
-    assert not wrong, wrong
-    for n, t in got.items():
-        assert t.dtype == (x[n[1:]].dtype if n[0] == "d" else x["v"].dtype if n == "o" else torch.float32), n
+def check(x, tolerance=None, **options):
+    compare(chunk_gated_delta_rule, naive_recurrent_gated_delta_rule, x, tolerance or TOLERANCE[x["q"].dtype], **options)
 
 
 # One token, fewer than a chunk, exactly two chunks, one more, K != V, no power of two, up to 256.
@@ -425,13 +390,6 @@ def test_empty_sequence(state):
 def test_empty_batch():
     o, S = chunk_gated_delta_rule(**make(B=0), output_final_state=True)
     assert o.shape == (0, 20, 2, 16) and S.shape == (0, 2, 16, 16)
-
-
-@contextmanager
-def refused(error, *words):
-    with pytest.raises(error) as caught:
-        yield
-    assert all(w in str(caught.value) for w in words), str(caught.value)
 
 
 @pytest.mark.parametrize("name,shape", [

@@ -1,28 +1,17 @@
 "Kimi Delta Attention: options, gates, awkward input, and the operators' contract."
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
+from delta_rules import DEVICE, TOLERANCE, compare, exact, gpu, refused, upstream, values
 
 from dormouse_fused import kda
 from dormouse_fused.kda import chunk_kda, naive_chunk_kda, naive_recurrent_kda
-from dormouse_fused.parity import poison, rel_err
+from dormouse_fused.parity import rel_err
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 ALL = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
-TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SIZES = [16, 64] if DEVICE == "cuda" else [16]  # of keys and values: a Hopper GPU has kernels of its own for 64
 NAMES = "q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"
-
-
-@pytest.fixture(autouse=True)
-def _highest():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def make(B=1, T=20, H=2, K=16, V=16, dtype=torch.float32, seed=0, state=True, gate=False, raw_beta=False):
@@ -42,38 +31,12 @@ def make(B=1, T=20, H=2, K=16, V=16, dtype=torch.float32, seed=0, state=True, ga
     return {n: t.to(DEVICE, dtype if n in low else torch.float32) for n, t in x.items()}
 
 
-def upstream(x, seed=9):
-    gen = torch.Generator().manual_seed(seed)
-    (B, _, H, K), V = x["q"].shape, x["v"].shape[-1]
-    do = torch.randn(x["v"].shape, generator=gen).to(DEVICE, x["v"].dtype)
-    return do, torch.randn(B, H, K, V, generator=gen).to(DEVICE)
-
-
-def values(rule, x, do, dS, **options):
-    x = {n: t.detach().requires_grad_() for n, t in x.items()}
-    o, S = rule(**x, output_final_state=True, **options)
-    grads = torch.autograd.grad([o, S], list(x.values()), [do, dS])
-    return dict(o=o.detach(), S=S.detach()) | {f"d{n}": d for n, d in zip(x, grads)}
-
-
 def oracle(x, do, dS, **options):
-    x = {n: t.double() for n, t in x.items()}
-    return values(naive_recurrent_kda, x, do.double(), dS.double(), **options)
+    return exact(naive_recurrent_kda, x, do, dS, **options)
 
 
-def check(x, tolerance=None, skip=(), loose=(), **options):
-    "`loose` names tensors with a tolerance of their own; the sums over tokens behind A_log and dt_bias always have one."
-    do, dS = upstream(x)
-    want = oracle(x, do, dS, **options)
-    with poison():
-        got = values(chunk_kda, x, do, dS, **options)
-    tolerance = tolerance or TOLERANCE[x["q"].dtype]
-    errors = {n: rel_err(got[n], want[n]) if want[n].norm() else got[n].norm().item() for n in want if n not in skip}
-    allowed = dict(dA_log=4 * tolerance, ddt_bias=4 * tolerance) | dict(loose)
-    wrong = {n: f"{e:.1e}" for n, e in errors.items() if not e <= allowed.get(n, tolerance)}
-    assert not wrong, wrong
-    for n, t in got.items():
-        assert t.dtype == (x[n[1:]].dtype if n[0] == "d" else x["v"].dtype if n == "o" else torch.float32), n
+def check(x, tolerance=None, **options):
+    compare(chunk_kda, naive_recurrent_kda, x, tolerance or TOLERANCE[x["q"].dtype], **options)
 
 
 # One token, fewer than a chunk, exactly a chunk, one more, K != V, no power of two, every chunk length, up to 256.
@@ -525,13 +488,6 @@ def test_empty_sequence(state):
 def test_empty_batch():
     o, S = chunk_kda(**make(B=0), output_final_state=True)
     assert o.shape == (0, 20, 2, 16) and S.shape == (0, 2, 16, 16)
-
-
-@contextmanager
-def refused(error, *words):
-    with pytest.raises(error) as caught:
-        yield
-    assert all(w in str(caught.value) for w in words), str(caught.value)
 
 
 @pytest.mark.parametrize("name,shape", [
