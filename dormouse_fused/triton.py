@@ -341,7 +341,7 @@ def launcher(
 
 def _kinds(args, values):
     "What a compiled kernel depends on: dtypes, pointers at multiples of 16, integers of more than 31 bits."
-    return [(a.dtype, x % 16 == 0) if isinstance(a, Tensor) else a >> 31 if type(a) is int else type(a) for a, x in zip(args, values)]
+    return [(a.dtype, x % 16 == 0) if isinstance(a, Tensor) else a >> 31 in (0, -1) if type(a) is int else type(a) for a, x in zip(args, values)]
 
 def _hooked():
     "Whether a profiler has asked Triton to tell it of launches."

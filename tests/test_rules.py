@@ -17,6 +17,8 @@ HOST_SIDE: dict[str, str | set[str]] = {
     "measure": "*",  # reads clocks and counters
     "parity": "*",  # compares values
     "gluon": {"_Pointer", "_language"},  # its interpreter, on the CPU
+    "multi_tensor": {"upload"},  # from pinned memory, and only what has changed
+    "firewall": {"read"},  # the counters, at the caller's cadence
     "train": {"block", "draw_losses"},  # the declared read every so many steps, and the plot
 }
 WAITING_METHODS = {
