@@ -123,6 +123,22 @@ def _count_kernel(steps, verdict, bases, counts, beta1, beta2, first, N, total, 
 
 _count = launcher(_count_kernel, BLOCK=256)
 
+# %% ../nbs/43_adamw.ipynb #69f774e7
+class _Powers:
+    "Room for bases, counts and powers of a step's tensors, all [2, total] and made once."
+    def __init__(self, steps, device):
+        self.steps, self.total = upload(steps, torch.int64, device), len(steps)
+        self.bases, self.counts, self.powers = (torch.empty(2, self.total, device=device) for _ in range(3))
+
+    def make(self, betas, verdict):
+        "Count up, unless the verdict forbids it; betas are pairs, each with a number of tensors that have them."
+        first = 0
+        for pair, alike in groupby(betas, itemgetter(0)):
+            n = sum([N for _, N in alike])
+            _count(triton.cdiv(n, 256), self.steps, verdict, self.bases, self.counts, *pair, first, n, self.total)
+            first += n
+        torch.pow(self.bases, self.counts, out=self.powers)
+
 # %% ../nbs/43_adamw.ipynb #8fe27c65
 @triton.jit
 def _number(x, TENSOR: tl.constexpr):
@@ -225,7 +241,7 @@ def _state(state, p, names):
         state[name] = _laid_out_as(p, state[name])
     return state
 
-# %% ../nbs/43_adamw.ipynb #ce34c994
+# %% ../nbs/43_adamw.ipynb #f367f62d
 class _Plan:
     "The launches of a step."
     def __init__(self, optimizer, grads, missing):
@@ -244,15 +260,10 @@ class _Plan:
         self.amsgrad, self.all = [g["amsgrad"] for g in groups], [p for group in groups for p in group["params"]]
         self.states = list(optimizer.state.values())
         self.params = [p for part in self.parts for p in part.params]
-        if self.parts: self._make_powers(self.params[0].device)
-
-    def _make_powers(self, device):
-        "What the powers are made from and where they are put, for all parts one after the other."
-        check_device("params", self.params[0])
-        self.device, self.total, first = device, len(self.params), 0
-        self.steps = upload([x for part in self.parts for x in part.steps], torch.int64, device)
-        self.bases, self.counts, self.powers = (torch.empty(2, self.total, device=device) for _ in range(3))
-        for part in self.parts: part.first, first = first, first + len(part.params)
+        if self.parts:
+            self.device = self.params[0].device
+            check_device("params", self.params[0])
+            self.powers = _Powers([x for part in self.parts for x in part.steps], self.device)
 
     def fits(self, optimizer, missing):
         "Whether the same parameters have gradients, and the same states."
@@ -283,9 +294,9 @@ def _check_settings(lr, betas, eps, weight_decay):
         if not 0 <= x < (1 if name == "betas" else float("inf")):
             raise ValueError(f"{name}: expected {'two numbers from 0 to below 1' if name == 'betas' else 'at least 0'}, got {x}")
 
-# %% ../nbs/43_adamw.ipynb #3bf428da
+# %% ../nbs/43_adamw.ipynb #1cde4736
 class AdamW(torch.optim.Optimizer):
-    "`torch.optim.AdamW` (arXiv 1711.05101), a launch a group and two for all, in the rounding order of its fused kernel: equations (4)-(6)."
+    "`torch.optim.AdamW` (arXiv 1711.05101), a launch a group and two for all, in its fused kernel's rounding order: equations (4)-(6)."
     def __init__(
         self,
         params, # of parameters, of (name, parameter) pairs, or of dicts, each a group with settings of its own
@@ -355,27 +366,24 @@ def _step(optimizer, verdict):
         _launch(optimizer.param_groups, plan, found, verdict)
     torch.autograd.graph.increment_version(plan.params)
 
-# %% ../nbs/43_adamw.ipynb #5c74f7ff
+# %% ../nbs/43_adamw.ipynb #83c195f2
 def _launch(groups, plan, found, verdict):
     if verdict is not None:
         if not isinstance(verdict, Verdict): raise TypeError(f"verdict: expected a Verdict or None, got {type(verdict).__name__}")
         check_tensor("verdict.scale_and_go", verdict.scale_and_go, (2,), torch.float32, plan.device)
     scale_and_go, sanitize = (None, False) if verdict is None else (verdict.scale_and_go, verdict.sanitize)
-    ready = []
+    ready, betas, first, powers = [], [], 0, plan.powers
     for part, (moving, _) in zip(plan.parts, found):
         group = groups[part.group]
         lr, decay = (_setting(name, group[name], plan.device) for name in ("lr", "weight_decay"))
         kind = group["amsgrad"], group["maximize"], sanitize, isinstance(lr, Tensor), isinstance(decay, Tensor)
-        beta1, beta2 = map(float, group["betas"])
-        ready.append((part, (beta1, beta2), kind, (
-            part.table, moving, part.sizes, part.chunks, plan.powers, scale_and_go, lr, beta1, beta2, float(group["eps"]), decay,
-            len(part.params), part.first, plan.total)))
-    for betas, alike in groupby(ready, itemgetter(1)):
-        parts = [part for part, *_ in alike]
-        first, n = parts[0].first, sum([len(part.params) for part in parts])
-        _count(triton.cdiv(n, 256), plan.steps, scale_and_go, plan.bases, plan.counts, *betas, first, n, plan.total)
-    torch.pow(plan.bases, plan.counts, out=plan.powers)
-    for part, _, kind, args in ready:
+        N, pair = len(part.params), tuple(map(float, group["betas"]))
+        betas.append((pair, N))
+        ready.append((part, kind, (part.table, moving, part.sizes, part.chunks, powers.powers, scale_and_go, lr, *pair,
+                                   float(group["eps"]), decay, N, first, powers.total)))
+        first += N
+    powers.make(betas, scale_and_go)
+    for part, kind, args in ready:
         if programs := part.chunks.shape[0]: _launcher(part.dtype, part.aligned, *part.tile, *kind)(programs, *args)
 
 # %% ../nbs/43_adamw.ipynb #6a115454
