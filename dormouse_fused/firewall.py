@@ -185,8 +185,8 @@ def _scale_kernel(addresses, tensors, places, scale_and_go, N, KINDS: tl.constex
                 if kind == K:
                     _scale_chunk(_typed(address, K) + at, left, scale, BYTES, UNROLL)
 
-# %% ../nbs/42_firewall.ipynb #f3b25d9a
-_TILE = dict(CHUNK=16384, BYTES=4096, UNROLL=4, num_warps=8)
+# %% ../nbs/42_firewall.ipynb #c1ddacbd
+_TILE = dict(CHUNK=32768, BYTES=4096, UNROLL=8, num_warps=8)
 _FINISH = dict(BLOCK=4096, num_warps=16)
 
 @cache
