@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['SKIP', 'RULES', 'OPS', 'MIXERS', 'OPTIMIZERS', 'PATIENCE', 'TUNABLE', 'source_files', 'Text', 'text_from_bytes',
-           'read_text', 'Windows', 'without_autocast', 'mixing_op', 'ShortConv', 'GatedNorm', 'Mixer', 'bottleneck',
-           'KDAMixer', 'GDN2Mixer', 'Block', 'ByteLM', 'Config', 'default_config', 'learning_rate', 'make_optimizer',
-           'Run', 'update', 'HostReads', 'counted_update', 'save', 'load', 'restore', 'Stop', 'block', 'own_bytes',
-           'Bar', 'fit', 'bits_per_byte', 'summary', 'print_table', 'draw_losses', 'make_parser', 'pick_device',
-           'pick_ops', 'writable', 'resumed', 'set_up', 'describe', 'main', 'finish']
+           'read_text', 'Windows', 'patch_once', 'without_autocast', 'mixing_op', 'ShortConv', 'GatedNorm', 'Mixer',
+           'bottleneck', 'KDAMixer', 'GDN2Mixer', 'Block', 'ByteLM', 'Config', 'default_config', 'learning_rate',
+           'make_optimizer', 'Run', 'update', 'HostReads', 'counted_update', 'save', 'load', 'restore', 'Stop', 'block',
+           'own_bytes', 'Bar', 'fit', 'bits_per_byte', 'summary', 'print_table', 'draw_losses', 'make_parser',
+           'pick_device', 'pick_ops', 'writable', 'resumed', 'set_up', 'describe', 'main', 'finish']
 
 # %% ../nbs/90_train.ipynb #5b6ff2bf
 import argparse, functools, hashlib, importlib.util, math, os, pickle, resource
@@ -99,6 +99,21 @@ class Windows:
         first = (self.offset + self.stride * self.batch * step) % self.count
         return (first + self.rows) % self.count
 
+# %% ../nbs/90_train.ipynb #dbf9c0c7
+def patch_once() -> None:
+    "Let Triton's interpreter go through `triton.language` once a launch, and not once a call in it."
+    from triton import language as tl
+    from triton.runtime import interpreter
+    patch = getattr(interpreter, "_patch_lang", None)
+    if patch is None or hasattr(patch, "always"):
+        return
+    nothing = argparse.Namespace(restore=lambda: None)
+    def patch_if_needed(fn):
+        used = [language for language in (tl, tl.core) if any(x is language for x in fn.__globals__.values())]
+        return nothing if used and not any(tl.core.is_builtin(language.load) for language in used) else patch(fn)
+    patch_if_needed.always = patch
+    interpreter._patch_lang = patch_if_needed
+
 # %% ../nbs/90_train.ipynb #9b58f090
 RULES = {"gdn": ("gated_delta", "gated_delta_rule"), "kda": ("kda", "kda"), "gdn2": ("gdn2", "gdn2")}  # our module, the op's name
 
@@ -110,7 +125,7 @@ def without_autocast(rule):
             return rule(q, **inputs)
     return op
 
-# %% ../nbs/90_train.ipynb #e675a170
+# %% ../nbs/90_train.ipynb #b7a1bfdb
 OPS = ("dormouse", "fla", "torch")
 
 def mixing_op(
@@ -133,6 +148,8 @@ def mixing_op(
         except ImportError as error:
             raise ValueError(f"op: {error} (pip install -U flash-linear-attention)") from None
     ours = importlib.import_module(f"dormouse_fused.{module}")
+    if device.type == "cpu":
+        patch_once()
     return getattr(ours, f"chunk_{rule}") if name == "dormouse" else without_autocast(getattr(ours, f"naive_chunk_{rule}"))
 
 # %% ../nbs/90_train.ipynb #eafdbe5b

@@ -17,7 +17,9 @@ GPU = pytest.mark.skipif(INTERPRET, reason="needs a GPU")
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 COEFFICIENTS = "keller", "jiacheng", "polar_express"
 SMALL, PAIRED, OWN, OWN_PAIRED = (24, 40), (16, 60), (65, 200), (66, 380)  # what takes another way through the kernels
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered", "ignore:divide by zero")  # in the interpreter
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered", "ignore:invalid value encountered", "ignore:divide by zero"
+)  # in the interpreter
 
 
 def make(*shape, dtype=torch.float32, seed=0):
@@ -62,7 +64,10 @@ def test_the_oracle(name, shape):
 
 def test_coefficients_are_the_published_ones():
     assert polar() == ns.Polar(((3.4445, -4.7750, 2.0315),) * 5)
-    assert polar("jiacheng", 2).steps == ((3955 / 1024, -8306 / 1024, 5008 / 1024), (3735 / 1024, -6681 / 1024, 3463 / 1024))
+    assert polar("jiacheng", 2).steps == (
+        (3955 / 1024, -8306 / 1024, 5008 / 1024),
+        (3735 / 1024, -6681 / 1024, 3463 / 1024),
+    )
     express = polar("polar_express", 9)
     assert express.margin == 1.01 and express.steps[7:] == ((1.875, -1.25, 0.375),) * 2
     first = 8.28721201814563 / 1.01, -23.595886519098837 / 1.01**3, 17.300387312530933 / 1.01**5
@@ -284,7 +289,10 @@ def test_triangle():
     "Every tile of small triangles, and the ends of the rows of a large one."
     every = [(i, j) for i in range(90) for j in range(i + 1)][:4096]
     ends = [(i, j) for i in range(90, 20_000, 37) for j in (0, 1, i - 1, i)][:2048]
-    for tiles, first in (every, [i * (i + 1) // 2 + j for i, j in every]), (ends, [i * (i + 1) // 2 + j for i, j in ends]):
+    for tiles, first in (
+        (every, [i * (i + 1) // 2 + j for i, j in every]),
+        (ends, [i * (i + 1) // 2 + j for i, j in ends]),
+    ):
         N = triton.next_power_of_2(len(tiles))
         t = torch.tensor(first + [0] * (N - len(tiles)), dtype=torch.int32, device=DEVICE)
         out = torch.empty(2, N, dtype=torch.int32, device=DEVICE)
@@ -340,7 +348,9 @@ def test_many_multiprocessors(monkeypatch, calls, programs):
     assert {call[2] for call in calls if call[0] == "_product"} == {min(programs, 3)}
 
 
-@pytest.mark.parametrize("rows,cols,pairs", [(16, 48, 2), (16, 47, 2), (16, 32, 0), (48, 16, 2), (17, 96, 2), (17, 64, 0), (200, 64, 2)])
+@pytest.mark.parametrize(
+    "rows,cols,pairs", [(16, 48, 2), (16, 47, 2), (16, 32, 0), (48, 16, 2), (17, 96, 2), (17, 64, 0), (200, 64, 2)]
+)
 def test_when_steps_go_in_pairs(calls, rows, cols, pairs):
     "By padded sides; a pair has five symmetric products, a step alone two."
     newton_schulz(make(rows, cols))
@@ -349,7 +359,9 @@ def test_when_steps_go_in_pairs(calls, rows, cols, pairs):
 
 def test_cost():
     n, m = 768, 2048
-    assert ns.newton_schulz_cost(m, n, 3, 4, fused=False).flops == {"bf16": 3 * 4 * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)}
+    assert ns.newton_schulz_cost(m, n, 3, 4, fused=False).flops == {
+        "bf16": 3 * 4 * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)
+    }
     assert ns.newton_schulz_cost(n, m, 3).flops == {"bf16": 3 * 5 * (n * n * m + n**3 + 2 * n * n * m)}
     m = 3 * n
     pair = n * n * m + 5 * n**3 + 2 * n * n * m
@@ -386,7 +398,12 @@ def test_bad_input(message):
 
 def test_every_kernel_is_compiled_ahead_of_time():
     cases = ns.aot_cases()
-    assert {c.kernel.partition(":")[2] for c in cases} == {"_gram_kernel", "_product_kernel", "_pack_kernel", "_scale_kernel"}
+    assert {c.kernel.partition(":")[2] for c in cases} == {
+        "_gram_kernel",
+        "_product_kernel",
+        "_pack_kernel",
+        "_scale_kernel",
+    }
 
 
 @GPU

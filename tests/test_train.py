@@ -1,4 +1,5 @@
-"Chapter 90 at its edges: bad options, interruption, resume, the data order, the step's host reads."
+"Chapter 90 at its edges: bad options, interruption, resume, the data order, the step's host reads, gradients that are not finite."
+import math
 import os
 import signal
 import subprocess
@@ -6,24 +7,30 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from dormouse_fused import train
+from dormouse_fused.triton import INTERPRET
 
 CPU = torch.device("cpu")
-TINY = train.Config(steps=8, batch=2, length=32, dim=32, heads=2, layers=1, lr=1e-2, warmup=3)
+DEVICE = CPU if INTERPRET else torch.device("cuda", 0)
+TINY = train.Config(steps=8, batch=2, length=32, dim=32, heads=2, layers=1, lr=1e-2, warmup=3, optimizer="adamw")
+SMALL = replace(TINY, dim=16, heads=1, batch=1, length=16)  # Muon+ in the interpreter
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled for it")
 MIXERS = ["gdn", "kda", "gdn2"]
-SIZES = "--device cpu --batch 2 --length 32 --dim 32 --heads 2 --layers 1 --op torch --compare none --every 2".split()
+OPTIMIZERS = ["muon_plus", "adamw"]
+SIZES = f"""--device {DEVICE} --batch 2 --length 32 --dim 32 --heads 2 --layers 1 --op torch --compare none --every 2
+            --optimizer adamw""".split()
 
 
 @pytest.fixture
 def text():
     data = bytes(range(32, 127)) * 20
-    return train.text_from_bytes(data[:1700], data[1700:])
+    return train.text_from_bytes(data[:1700], data[1700:]).to(DEVICE)
 
 
 @pytest.fixture
@@ -32,6 +39,31 @@ def place(tmp_path):
     file = tmp_path / "text.txt"
     file.write_bytes(bytes(range(32, 127)) * 20)
     return ["--text", str(file), "--figure", str(tmp_path / "loss.svg")], tmp_path
+
+
+def held(run):
+    "Everything that a step changes."
+    return [*run.model.parameters(), *(x for state in run.optimizer.state.values() for x in state.values())]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def faulty(monkeypatch, bad, value=math.nan):
+    "From now on, at steps for which `bad` holds, an element of a gradient is `value`."
+    update = train.update
+
+    def updated(run):
+        hook = None
+        if bad(run.done):
+            weight = run.model.blocks[0].up.weight
+            hook = weight.register_post_accumulate_grad_hook(lambda p: p.grad[3, 5].fill_(value))
+        update(run)
+        if hook:
+            hook.remove()
+
+    monkeypatch.setattr(train, "update", updated)
 
 
 def saved_losses(path, op="torch"):
@@ -73,7 +105,7 @@ def test_text_skips_tests_and_packages_and_splits_by_name(tmp_path):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_causal_in_every_position(text, mixer):
     torch.manual_seed(0)
-    model = train.ByteLM(32, 2, 2, train.mixing_op("torch", CPU, mixer), mixer)
+    model = train.ByteLM(32, 2, 2, train.mixing_op("torch", DEVICE, mixer), mixer).to(DEVICE)
     tokens = train.Windows(text.train, 20, 1, 0)(0)
     with torch.no_grad():
         full = model(tokens)
@@ -83,9 +115,9 @@ def test_causal_in_every_position(text, mixer):
             assert torch.equal(model(edited)[:, :t], full[:, :t])
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_one_step_costs_no_host_read(text, mixer):
-    run = train.Run("torch", replace(TINY, mixer=mixer), text, CPU)
+@pytest.mark.parametrize(("mixer", "optimizer"), [("gdn", "muon_plus"), *((mixer, "adamw") for mixer in MIXERS)])
+def test_one_step_costs_no_host_read(text, mixer, optimizer):
+    run = train.Run("torch", replace(SMALL, mixer=mixer, optimizer=optimizer), text, DEVICE)
     train.update(run)
     with train.HostReads() as reads:
         train.update(run)
@@ -97,7 +129,7 @@ def test_one_step_costs_no_host_read(text, mixer):
 
 def test_only_warnings_of_waiting_count_as_host_syncs(text, monkeypatch):
     "Turning PyTorch's watch on warns, too: that it does not see every synchronizing operation."
-    run = train.Run("torch", TINY, text, CPU)
+    run = train.Run("torch", TINY, text, DEVICE)
     mode = []
 
     def watch(level):
@@ -117,8 +149,11 @@ def test_only_warnings_of_waiting_count_as_host_syncs(text, monkeypatch):
 @pytest.mark.parametrize("op", ["torch", pytest.param("dormouse", marks=INTERPRETED)])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_step_runs_on_fake_tensors(text, monkeypatch, op, mixer):
-    "A read of a value, or a shape that depends on one, raises on fake tensors."
+    "A read of a value, or a shape that depends on one, raises on fake tensors. Optimizers have no addresses there."
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)  # fake parameters can't be moved
+    firewall = SimpleNamespace(mask_loss=lambda loss: loss, check=lambda: None)
+    optimizer = SimpleNamespace(param_groups=[], step=lambda verdict: None, zero_grad=lambda set_to_none: None)
+    monkeypatch.setattr(train, "make_optimizer", lambda *_: (optimizer, firewall))
     with FakeTensorMode():
         fake = replace(text, train=torch.empty(1700, dtype=torch.uint8))
         run = train.Run(op, replace(TINY, mixer=mixer), fake, CPU)
@@ -145,44 +180,51 @@ def test_peers_start_equal_and_train_alike(text, mixer):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_runs_repeat_bitwise(text, mixer, dtype):
-    runs = [train.Run("torch", replace(TINY, dtype=dtype, mixer=mixer), text, CPU) for _ in range(2)]
-    train.fit(runs, every=5)
+    runs = [train.Run("torch", replace(TINY, steps=4, dtype=dtype, mixer=mixer), text, DEVICE) for _ in range(2)]
+    train.fit(runs, every=3)
     assert torch.equal(runs[0].losses, runs[1].losses)
     assert runs[0].losses[-1] < runs[0].losses[0]
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_resume_is_bitwise_and_a_longer_run_starts_as_a_shorter(place, capsys, mixer):
+@pytest.mark.parametrize(("mixer", "optimizer"), [("gdn", "muon_plus"), *((mixer, "adamw") for mixer in MIXERS)])
+def test_resume_is_bitwise_and_a_longer_run_starts_as_a_shorter(place, capsys, mixer, optimizer):
     common, folder = place
-    sizes = [*SIZES, "--mixer", mixer]
+    sizes = [*SIZES, "--dim", "16", "--mixer", mixer, "--optimizer", optimizer]
     def run(*options):
         return train.main([*common, *options])
-    assert run("--checkpoint", f"{folder}/a.pt", "--steps", "9", *sizes) == 0
-    assert run("--checkpoint", f"{folder}/b.pt", "--steps", "5", *sizes) == 0
+    assert run("--checkpoint", f"{folder}/a.pt", "--steps", "5", *sizes) == 0
+    assert run("--checkpoint", f"{folder}/b.pt", "--steps", "3", *sizes) == 0
     capsys.readouterr()
-    assert run("--checkpoint", f"{folder}/b.pt", "--steps", "9", "--resume") == 0
+    assert run("--checkpoint", f"{folder}/b.pt", "--steps", "5", "--resume", "--device", str(DEVICE)) == 0
     printed = capsys.readouterr().out
-    assert f"mixer {mixer}, ops: torch" in printed and f"\nmixer {mixer} " in printed
+    assert f"{optimizer}, mixer {mixer}, ops: torch" in printed and f"\nmixer {mixer} " in printed
+    assert dict(line.rsplit(maxsplit=1) for line in printed.splitlines() if "optimizer " in line or "skipped" in line) == {
+        "optimizer": optimizer, "skipped steps": "0"}
     a, b = train.load(f"{folder}/a.pt"), train.load(f"{folder}/b.pt")
-    assert a["config"]["mixer"] == b["config"]["mixer"] == mixer
+    for state in (a, b):
+        assert state["config"]["mixer"] == mixer and state["config"]["optimizer"] == optimizer
+        assert state["runs"]["torch"]["firewall"].tolist() == [5, 0, 0, 0, 0]
     assert torch.equal(a["runs"]["torch"]["losses"], b["runs"]["torch"]["losses"])
     for name, value in a["runs"]["torch"]["model"].items():
         assert torch.equal(value, b["runs"]["torch"]["model"][name])
     assert (folder / "loss.svg").read_text().startswith("<?xml")
 
 
-def test_a_checkpoint_without_a_mixer_goes_on_as_gated_deltanet(place, capsys):
-    "As written before there was a choice."
+def test_an_old_checkpoint_goes_on_as_gated_deltanet_with_adamw(place, capsys):
+    "As written before there was a choice of either, and before the firewall counted."
     common, folder = place
-    for name, steps in (("straight", "9"), ("old", "5")):
+    for name, steps in (("straight", "5"), ("old", "3")):
         assert train.main([*common, "--checkpoint", f"{folder}/{name}.pt", "--steps", steps, *SIZES]) == 0
     state = train.load(f"{folder}/old.pt")
-    assert state["config"].pop("mixer") == "gdn"
+    assert state["config"].pop("mixer") == "gdn" and state["config"].pop("optimizer") == "adamw"
+    del state["runs"]["torch"]["firewall"]
     torch.save(state, f"{folder}/old.pt")
-    resume = [*common, "--checkpoint", f"{folder}/old.pt", "--steps", "9", "--resume"]
-    with pytest.raises(SystemExit):
-        train.main([*resume, "--mixer", "gdn2"])
-    assert "mixer: the checkpoint was made with gdn, got gdn2" in capsys.readouterr().err
+    resume = [*common, "--device", str(DEVICE), "--checkpoint", f"{folder}/old.pt", "--steps", "5", "--resume"]
+    for option, made in (("mixer", "gdn"), ("optimizer", "adamw")):
+        other = {"mixer": "gdn2", "optimizer": "muon_plus"}[option]
+        with pytest.raises(SystemExit):
+            train.main([*resume, f"--{option}", other])
+        assert f"{option}: the checkpoint was made with {made}, got {other}" in capsys.readouterr().err
     assert train.main(resume) == 0
     assert torch.equal(saved_losses(f"{folder}/straight.pt"), saved_losses(f"{folder}/old.pt"))
 
@@ -190,7 +232,7 @@ def test_a_checkpoint_without_a_mixer_goes_on_as_gated_deltanet(place, capsys):
 def test_parameters_of_the_mixers(text):
     "Gated DeltaNet's are those of the checkpoints from before there was a choice, made in the same order."
     names = {mixer: {name.removeprefix("blocks.0.mixer."): tuple(p.shape) for name, p in
-                     train.Run("torch", replace(TINY, mixer=mixer), text, CPU).model.named_parameters() if ".mixer." in name}
+                     train.Run("torch", replace(TINY, mixer=mixer), text, DEVICE).model.named_parameters() if ".mixer." in name}
              for mixer in MIXERS}
     shared = {"qkv.weight": (96, 32), "conv.weight": (4, 96), "gate.weight": (32, 32), "norm.weight": (16,), "out.weight": (32, 32)}
     low_rank = {"A_log": (2,), "dt_bias": (32,), "decay.0.weight": (16, 32), "decay.1.weight": (32, 16)}
@@ -258,7 +300,7 @@ def test_plain_pytorch_may_come_first(place):
 def test_interrupted_run_leaves_a_checkpoint_that_continues(place, number):
     common, folder = place
     code = "import sys; from dormouse_fused.train import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, *common, "--checkpoint", f"{folder}/cut.pt"]
+    command = [sys.executable, "-c", code, *common, "--device", str(DEVICE), "--checkpoint", f"{folder}/cut.pt"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     child = subprocess.Popen([*command, "--steps", "40000", *SIZES], env=env, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -281,10 +323,10 @@ def test_interrupted_run_leaves_a_checkpoint_that_continues(place, number):
 
 def test_two_models_stopped_in_the_middle_of_a_block_both_continue(text, tmp_path, monkeypatch):
     config, path = replace(TINY, steps=7), tmp_path / "c.pt"
-    op = train.mixing_op("torch", CPU, "gdn")
+    op = train.mixing_op("torch", DEVICE, "gdn")
     monkeypatch.setattr(train, "mixing_op", lambda name, device, mixer: op)
     def fresh():
-        return [train.Run(name, config, text, CPU) for name in ("torch", "fla")]
+        return [train.Run(name, config, text, DEVICE) for name in ("torch", "fla")]
     straight, cut, update = fresh(), fresh(), train.update
     train.fit(straight, every=3)
     def interrupting(run):
@@ -303,7 +345,7 @@ def test_two_models_stopped_in_the_middle_of_a_block_both_continue(text, tmp_pat
 
 
 def test_a_save_that_fails_halfway_leaves_the_old_checkpoint(text, tmp_path, monkeypatch):
-    run, path = train.Run("torch", TINY, text, CPU), tmp_path / "c.pt"
+    run, path = train.Run("torch", TINY, text, DEVICE), tmp_path / "c.pt"
     train.update(run)
     train.save(path, [run])
     def broken(state, file):
@@ -320,6 +362,119 @@ def test_a_fresh_run_keeps_the_earlier_checkpoint(place):
     for steps in ("3", "4"):
         assert train.main([*common, "--checkpoint", f"{folder}/c.pt", "--steps", steps, *SIZES]) == 0
     assert len(saved_losses(f"{folder}/c.pt")) == 4 and len(saved_losses(f"{folder}/c.pt.previous")) == 3
+
+
+@INTERPRETED
+def test_the_interpreter_computes_the_same_when_it_looks_once():
+    "And what it has replaced is put back after a launch, as before."
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    from dormouse_fused.triton import l2norm
+
+    x, now = torch.randn(7, 20), interpreter._patch_lang
+    interpreter._patch_lang = getattr(now, "always", now)
+    try:
+        want = l2norm(x)
+        train.patch_once()
+        once = interpreter._patch_lang
+        train.patch_once()
+        assert interpreter._patch_lang is once and once.always is not once
+        assert torch.equal(l2norm(x), want) and tl.core.is_builtin(tl.load) and tl.core.is_builtin(tl.tensor.__add__)
+    finally:
+        interpreter._patch_lang = now
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_matrices_are_muons_and_the_rest_is_adamws(text, mixer):
+    run = train.Run("torch", replace(TINY, mixer=mixer, optimizer="muon_plus"), text, DEVICE)
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    muon, adam = ([names.pop(id(p)).removeprefix("blocks.0.").removeprefix("mixer.") for p in group["params"]]
+                  for group in run.optimizer.param_groups)
+    own = {"gdn": set(), "kda": {"decay.0.weight", "decay.1.weight"},
+           "gdn2": {"decay.0.weight", "decay.1.weight", "erase.weight", "write.weight"}}[mixer]
+    assert set(muon) == {"qkv.weight", "gate.weight", "out.weight", "up.weight", "down.weight"} | own and not names
+    assert {"embed.weight", "conv.weight", "norms.0.weight", "norm.weight", "A_log", "dt_bias"} <= set(adam)
+    assert [(group["use_muon"], group["weight_decay"]) for group in run.optimizer.param_groups] == [(True, 0.1), (False, 0.0)]
+    with pytest.raises(ValueError, match="optimizer: expected one of muon_plus, adamw, got 'sgd'"):
+        replace(TINY, optimizer="sgd")
+
+
+def test_muon_plus_trains_and_repeats_bitwise(text):
+    runs = [train.Run("torch", replace(SMALL, steps=5, optimizer="muon_plus"), text, DEVICE) for _ in range(2)]
+    train.fit(runs, every=5)
+    assert same(held(runs[0]), held(runs[1])) and torch.equal(runs[0].losses, runs[1].losses)
+    assert runs[0].losses[-1] < runs[0].losses[0] and runs[0].syncs == 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_bad_gradient_costs_its_step_and_no_more(text, monkeypatch, tmp_path, optimizer, value):
+    "At the first step too, and a resume knows of it."
+    faulty(monkeypatch, lambda step: step in (0, 2), value)
+    def fresh():
+        return train.Run("torch", replace(SMALL, steps=5, optimizer=optimizer), text, DEVICE)
+    run, path = fresh(), tmp_path / "c.pt"
+    weights = [p.detach().clone() for p in run.model.parameters()]
+    train.update(run)
+    assert same(weights, list(run.model.parameters())) and not any(x.any() for x in held(run)[len(weights):])
+    train.update(run)
+    before = [x.clone() for x in held(run)]
+    train.update(run)
+    assert same(before, held(run))
+    train.save(path, [run])
+    resumed = fresh()
+    train.restore(train.load(path), [resumed])
+    assert resumed.skipped == 2
+    for each in (run, resumed):
+        train.fit([each])
+        assert each.skipped == 2 and each.firewall.read()[:2] == (5, 2) and each.losses.isfinite().all()
+    assert same(held(run), held(resumed)) and torch.equal(run.losses, resumed.losses) and not same(before, held(run))
+    assert "skipped steps" in (rows := {name: values for name, *values in train.summary([run])}) and rows["skipped steps"] == ["2"]
+
+
+def test_a_loss_that_is_not_finite_is_kept_as_it_came_and_not_followed(text, monkeypatch):
+    run = train.Run("torch", replace(SMALL, steps=4), text, DEVICE)
+    loss = run.model.loss
+    monkeypatch.setattr(run.model, "loss", lambda window: loss(window) + (math.inf if run.done == 1 else 0))
+    assert train.fit([run], every=2) == 0
+    assert run.losses.isfinite().tolist() == [True, False, True, True] and math.isfinite(run.recent)
+    assert run.firewall.read()[:3] == (4, 0, 1) and run.lost == 0
+    assert "nan" not in dict(row[:2] for row in train.summary([run]))["loss, last 20 steps"]
+
+
+@pytest.mark.parametrize("every", [1, 3, train.PATIENCE])
+def test_a_run_that_only_skips_ends(text, monkeypatch, tmp_path, every):
+    "And its checkpoint stays that of the last good step, whatever the cadence of reads."
+    faulty(monkeypatch, lambda step: step >= every)
+    run, path = train.Run("torch", replace(SMALL, steps=30), text, DEVICE), tmp_path / "c.pt"
+    with pytest.raises(FloatingPointError, match=f"a gradient of torch is not finite at step {every + 1}, nor at any after it up to"):
+        train.fit([run], every=every, checkpoint=path, save_every=1)
+    assert train.PATIENCE <= run.done - every < train.PATIENCE + every
+    assert train.load(path)["runs"]["torch"]["done"] == every
+
+
+def test_a_run_that_recovers_goes_on(text, monkeypatch, capsys):
+    faulty(monkeypatch, lambda step: 1 <= step < train.PATIENCE)
+    run = train.Run("torch", replace(SMALL, steps=train.PATIENCE + 1), text, DEVICE)
+    assert train.fit([run], every=1, progress=True) == 0
+    assert run.skipped == train.PATIENCE - 1 and run.lost == 0 and f"({run.skipped} skipped)" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(INTERPRET, reason="a CPU has no stream to wait for")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_step_waits_for_the_gpu(text, monkeypatch, optimizer):
+    faulty(monkeypatch, lambda step: step == 3)
+    run = train.Run("dormouse", replace(TINY, optimizer=optimizer), text, DEVICE)
+    train.update(run)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            train.update(run)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.firewall.read()[:2] == (5, 1)
 
 
 def test_a_diverged_run_says_so_and_keeps_the_checkpoint(place, capsys):
@@ -352,6 +507,7 @@ def test_without_matplotlib_the_run_still_ends_well(place, capsys, monkeypatch):
     ("--op torch --compare torch", "expected another op"),
     ("--op nothing", "invalid choice"),
     ("--mixer nothing", "invalid choice"),
+    ("--optimizer sgd", "invalid choice"),
     ("--mixer gdn2 --device cpu --op fla", "need a GPU"),
     ("--dtype fp8", "invalid choice"),
     ("--steps many", "invalid int value"),
@@ -373,6 +529,7 @@ def test_bad_options_get_one_clear_line(place, capsys, options, message):
     ("--seed 3", "seed: the checkpoint was made with 0"),
     ("--dtype bf16", "dtype: the checkpoint was made with fp32"),
     ("--mixer kda", "mixer: the checkpoint was made with gdn, got kda"),
+    ("--optimizer muon_plus", "optimizer: the checkpoint was made with adamw, got muon_plus"),
     ("--op dormouse", "the checkpoint holds torch"),
     ("--compare dormouse", "the checkpoint holds torch"),
     ("", "step 4 is reached"),
