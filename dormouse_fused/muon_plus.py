@@ -286,7 +286,7 @@ def post_norm(
     _update_from(x, (torch.empty_like(x), torch.empty_like(x)), Addresses()([out]), where, norm_mode, None, rates, 0)
     return out
 
-# %% ../nbs/41_muon_plus.ipynb #f758bdf8
+# %% ../nbs/41_muon_plus.ipynb #d6f76abd
 @triton.jit(do_not_specialize=["TENSORS", "lr", "weight_decay"])
 def _adamw_kernel(addresses, where, sizes, verdict, lr, weight_decay, w1, w2, eps, TENSORS, LOG1: tl.constexpr, LOG2: tl.constexpr,
                   CHUNK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, SANITIZE: tl.constexpr):
@@ -309,15 +309,18 @@ def _adamw_kernel(addresses, where, sizes, verdict, lr, weight_decay, w1, w2, ep
     alpha, keep = (-rate / scale).to(tl.float32), (1. - rate * real(weight_decay)).to(tl.float32)
     kept = rounded(tl.load(p + at, mask=inside, other=0.).to(tl.float32) * keep, DTYPE)
     u = rounded(tl.div_rn(m, rounded(rounded(tl.sqrt_rn(v), DTYPE) + eps, DTYPE)), DTYPE)
+    u = tl.where(m == 0., 0., u)  # in float16 eps rounds to 0, and 0 / 0 is no update
     tl.store(p + at, cast(fma(u, alpha + tl.zeros_like(u), kept), DTYPE), mask=inside)
 
-# %% ../nbs/41_muon_plus.ipynb #6325a5c8
+# %% ../nbs/41_muon_plus.ipynb #0f7d27f6
 CHUNK = 1024 # elements of a tensor that a program of AdamW takes
 
 @cache
 def _adamw(betas, dtype, aligned, sanitize):
     logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
     return launcher(_adamw_kernel, LOG1=logs[0], LOG2=logs[1], CHUNK=CHUNK, DTYPE=dtype, ALIGNED=aligned, SANITIZE=sanitize, **_EXACT)
+
+def _aligned(lists): return not any([t.data_ptr() % 16 for tensors in lists for t in tensors])
 
 class _Vectors:
     "Parameters of one dtype that AdamW updates, in one launch."
@@ -327,37 +330,37 @@ class _Vectors:
         sizes, device = [p.numel() for p in params], params[0].device
         self.map, self.sizes = chunk_map(sizes, CHUNK, device), upload(sizes, torch.int64, device)
 
-    def step(self, group, states, verdict):
-        grads = [p.grad if p.grad.is_contiguous() else p.grad.contiguous() for p in self.params]
-        lists = self.params, grads, *([s[name] for s in states] for name in ("moment1", "moment2"))
-        table, go = self.addresses(*lists, [s["step"] for s in states]), verdict and verdict.scale_and_go
-        advance(table[4], go)
-        aligned, betas = not any([t.data_ptr() % 16 for ts in lists for t in ts]), tuple(group["adamw_betas"])
-        run = _adamw(betas, TYPES[self.params[0].dtype], aligned, verdict is not None and verdict.sanitize)
-        run(len(self.map), table, self.map, self.sizes, go, bits(group["lr"]), bits(group["weight_decay"]), 1 - betas[0], 1 - betas[1],
+    def place(self, states):
+        _check_states(self.params, states, "moment1", "moment2")
+        lists = self.params, self.grads, *([s[name] for s in states] for name in ("moment1", "moment2"))
+        self.table, self.aligned = self.addresses(*lists, [s["step"] for s in states]), _aligned(lists)
+
+    def run(self, group, verdict, plans):
+        go, betas = verdict and verdict.scale_and_go, tuple(group["adamw_betas"])
+        advance(self.table[4], go)
+        run = _adamw(betas, TYPES[self.params[0].dtype], self.aligned, verdict is not None and verdict.sanitize)
+        run(len(self.map), self.table, self.map, self.sizes, go, bits(group["lr"]), bits(group["weight_decay"]), 1 - betas[0], 1 - betas[1],
             group["adamw_eps"], len(self.params))
 
-# %% ../nbs/41_muon_plus.ipynb #8c4951f8
+# %% ../nbs/41_muon_plus.ipynb #30d76dfb
 class _Matrices:
     "Parameters whose matrices have one shape, and their way through a step, as many at a time as memory allows."
 
     def __init__(self, params, shape, across, blocks, ratio):
         self.params, self.shape, self.across, self.blocks, self.ratio = params, shape, across, blocks, bits(ratio)
-        self.count, self.addresses, (self.n, self.m) = len(params) * blocks, Addresses(), shape.padded
+        self.count, self.addresses, (n, m) = len(params) * blocks, Addresses(), shape.padded
+        self.own_bytes = sum([p.numel() * p.element_size() for p in params])
+        self.work_bytes = self.count * (2 * n * m + n * n) * 2
 
-    @property
-    def own_bytes(self): return sum([p.numel() * p.element_size() for p in self.params])
+    def place(self, states):
+        _check_states(self.params, states, "momentum_buffer")
+        lists = self.grads, [s["momentum_buffer"] for s in states], self.params
+        self.table, self.aligned = self.addresses(*lists), _aligned(lists)
 
-    @property
-    def work_bytes(self): return self.count * (2 * self.n * self.m + self.n * self.n) * 2
-
-    def step(self, group, buffers, verdict, at_a_time):
-        grads = [p.grad if p.grad.is_contiguous() else p.grad.contiguous() for p in self.params]
-        table, dtype = self.addresses(grads, buffers, self.params), TYPES[self.params[0].dtype]
-        aligned = not any([t.data_ptr() % 16 for t in (*grads, *buffers, *self.params)])
-        where = self.shape, self.across, self.blocks, dtype, aligned
+    def run(self, group, verdict, plans):
+        where, at_a_time = (self.shape, self.across, self.blocks, TYPES[self.params[0].dtype], self.aligned), _at_a_time(plans, self)
         for start in range(0, self.count, at_a_time):
-            _some_matrices(where, table, group, verdict, start, min(at_a_time, self.count - start), self.ratio)
+            _some_matrices(where, self.table, group, verdict, start, min(at_a_time, self.count - start), self.ratio)
 
 def _some_matrices(where, table, group, verdict, start, batch, ratio):
     "Equations (1) to (5) for `batch` matrices from matrix `start` on."
@@ -383,7 +386,7 @@ def muon_groups(
     for name, p in named_parameters: groups[p.dim() >= 2 and not any(part in name for part in not_matrices)].append(p)
     return [dict(params=groups[use_muon], use_muon=use_muon, **options) for use_muon in (True, False)]
 
-# %% ../nbs/41_muon_plus.ipynb #7e54d60c
+# %% ../nbs/41_muon_plus.ipynb #48c850e4
 class MuonPlus(torch.optim.Optimizer):
     "Muon+ (arXiv 2602.21545) for matrices, AdamW for the rest; a step never waits for the device, and can be captured in a CUDA graph."
 
@@ -434,27 +437,34 @@ class MuonPlus(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad(): loss = closure()
         _check_verdict(verdict, self.param_groups)
-        for n, group in enumerate(self.param_groups): _step(self, n, group, verdict)
+        for n, group in enumerate(self.param_groups): _find(self._plans, n, group)
+        for n, group in enumerate(self.param_groups): _place(self, n, group)
+        for n, group in enumerate(self.param_groups):
+            for part in self._plans[n][1]:
+                part.run(group, verdict, self._plans)
+                part.grads = None # copies end here
         return loss
 
-# %% ../nbs/41_muon_plus.ipynb #f943c2db
-def _step(optimizer, n, group, verdict):
-    "A group's step, by its plan."
-    params, plans = [p for p in group["params"] if p.grad is not None], optimizer._plans
+# %% ../nbs/41_muon_plus.ipynb #1bf94e17
+def _find(plans, n, group):
+    "What goes together, and its gradients."
+    params = [p for p in group["params"] if p.grad is not None]
     key = (*[id(p) for p in params], *group["split"], group["adjust_lr_fn"], group["use_muon"])
     if n not in plans or plans[n][0] != key: plans[n] = key, _plan(group, params)
-    for part in plans[n][1]:
+    for part in plans[n][1]: part.grads = _gradients(part.params)
+
+def _place(optimizer, n, group):
+    "Its state, and where everything lies."
+    for part in optimizer._plans[n][1]:
         states = [optimizer.state[p] for p in part.params]
         for p, state in zip(part.params, states):
             if not state: state.update(_new_state(p, group["use_muon"]))
-        if group["use_muon"]: part.step(group, [state["momentum_buffer"] for state in states], verdict, _at_a_time(plans, part))
-        else: part.step(group, states, verdict)
+        part.place(states)
 
 def _plan(group, params):
     "What can go together: matrices of a shape in parameters of a shape, and vectors of a dtype."
     parts = {}
     for p in params:
-        if p.grad.is_sparse: raise ValueError(f"params: expected dense gradients, got a sparse one for shape {list(p.shape)}")
         if p.numel() == 0: continue
         parts.setdefault((p.dtype, p.shape[-2:]) if group["use_muon"] else p.dtype, []).append(p)
     if not group["use_muon"]: return [_Vectors(members) for members in parts.values()]
@@ -475,11 +485,31 @@ def _new_state(p, use_muon):
     if use_muon: return dict(momentum_buffer=torch.zeros_like(p))
     return dict(step=torch.zeros((), dtype=torch.float32, device=p.device), moment1=torch.zeros_like(p), moment2=torch.zeros_like(p))
 
-# %% ../nbs/41_muon_plus.ipynb #d4c0059c
+# %% ../nbs/41_muon_plus.ipynb #2b0eb8ab
+def _gradients(params):
+    grads = [p.grad for p in params]
+    for p, g in zip(params, grads):
+        if g.layout is not torch.strided: raise ValueError(f"params: expected a dense gradient for shape {list(p.shape)}, got {g.layout}")
+        if g.dtype is not p.dtype: raise TypeError(f"grad: expected {p.dtype} for shape {list(p.shape)}, got {g.dtype}")
+    return [g if g.is_contiguous() else g.contiguous() for g in grads]
+
+def _check_states(params, states, *names):
+    for p, state in zip(params, states):
+        if not p.is_contiguous(): raise ValueError(f"params: expected contiguous ones, got strides {p.stride()} for shape {list(p.shape)}")
+        for name in names:
+            t = state[name]
+            if t.shape != p.shape: raise ValueError(f"{name}: expected shape {list(p.shape)}, got {list(t.shape)}")
+            if t.dtype is not p.dtype or t.device != p.device:
+                raise TypeError(f"{name}: expected {p.dtype} on {p.device}, got {t.dtype} on {t.device}")
+            if not t.is_contiguous(): state[name] = t.contiguous()
+
+# %% ../nbs/41_muon_plus.ipynb #3f8ad60f
 def _check_verdict(verdict, groups):
     if verdict is None: return
     if not isinstance(verdict, Verdict): raise TypeError(f"verdict: expected a Verdict, got {type(verdict).__name__}")
     t, first = verdict.scale_and_go, next((p for group in groups for p in group["params"]), None)
+    if not isinstance(t, Tensor): raise TypeError(f"verdict: expected a tensor as scale_and_go, got {type(t).__name__}")
+    if not t.is_contiguous(): raise ValueError(f"verdict: expected a contiguous scale_and_go, got strides {t.stride()}")
     if t.dtype is not torch.float32 or t.shape != (2,):
         raise ValueError(f"verdict: expected scale_and_go in float32 of shape [2], got {t.dtype} of {list(t.shape)}")
     if first is not None and t.device != first.device: raise ValueError(f"verdict: expected on {first.device}, got {t.device}")
@@ -494,12 +524,14 @@ def _check_group(group, first):
         else: need(name, x >= 0, "at least 0")
     need("momentum", 0 <= group["momentum"] < 1, "at least 0 and below 1")
     need("eps", group["eps"] > 0, "a positive number")
+    need("adamw_eps", group["adamw_eps"] >= 0, "at least 0")
     need("norm_mode", group["norm_mode"] in NORM_MODES, " or ".join(NORM_MODES))
     need("adjust_lr_fn", group["adjust_lr_fn"] in LR_SCALES, " or ".join(LR_SCALES))
     betas = group["adamw_betas"]
     need("adamw_betas", len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two numbers of at least 0 and below 1")
     need("split", len(group["split"]) == 2 and all(isinstance(n, int) and n > 0 for n in group["split"]), "two whole numbers of at least 1")
     polar(group["ns_coefficients"], group["ns_steps"])
+    if len({id(p) for p in group["params"]}) < len(group["params"]): raise ValueError("params: expected each parameter once")
     for p in group["params"]: _check_parameter(p, group, first)
 
 # %% ../nbs/41_muon_plus.ipynb #b1b9cba2

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# %% ../nbs/40_newton_schulz.ipynb #2d6eda05
+# %% ../nbs/40_newton_schulz.ipynb #c32588c0
 class Polar(NamedTuple):
     "A Newton–Schulz iteration: coefficients of each step, and how far below 1 the norm must start."
     steps: tuple # of (a, b, c)
@@ -46,9 +46,11 @@ def polar(
         return Polar(tuple(safe[:ns_steps]), 1.01)
     if isinstance(ns_coefficients, str):
         raise ValueError(f"ns_coefficients: expected keller, jiacheng, polar_express or numbers, got {ns_coefficients!r}")
-    given = tuple([tuple(x) if isinstance(x, list | tuple) else x for x in ns_coefficients])
+    given = ns_coefficients if isinstance(ns_coefficients, list | tuple) else ()
+    given = tuple([tuple(x) if isinstance(x, list | tuple) else x for x in given])
     if len(given) == 3 and all(isinstance(x, float | int) for x in given): given = (given,) * ns_steps
-    if len(given) != ns_steps or any(not isinstance(x, tuple) or len(x) != 3 for x in given):
+    triples = [isinstance(x, tuple) and len(x) == 3 and all(isinstance(y, float | int) for y in x) for x in given]
+    if len(given) != ns_steps or not all(triples):
         raise ValueError(f"ns_coefficients: expected (a, b, c), or one such for each of {ns_steps} steps, got {ns_coefficients!r}")
     return Polar(given)
 
@@ -329,7 +331,7 @@ def scale_of(partial:Tensor, iteration:Polar, eps:float): # float32 [batch, part
     _scale(len(partial), partial, scale, iteration.margin, eps, partial.shape[1])
     return scale
 
-# %% ../nbs/40_newton_schulz.ipynb #90872885
+# %% ../nbs/40_newton_schulz.ipynb #aee95937
 def newton_schulz(
     G, # [..., rows, cols], or a list of such; float32, bfloat16 or float16
     ns_steps:int=5, # steps of the iteration
@@ -340,7 +342,7 @@ def newton_schulz(
     given, iteration = [G] if isinstance(G, Tensor) else list(G), polar(ns_coefficients, ns_steps)
     for i, g in enumerate(given):
         name = "G" if isinstance(G, Tensor) else f"G[{i}]"
-        check_tensor(name, g, (..., "rows", "cols"), FLOATS, given[0].device)
+        check_tensor(name, g, (..., "rows", "cols"), FLOATS, given[0].device if i else None)
         check_device(name, g)
     batches, results = {}, [g.new_zeros(g.shape, dtype=torch.bfloat16) if g.numel() == 0 else None for g in given]
     for i, g in enumerate(given):

@@ -419,14 +419,14 @@ def save(path: str | Path, runs: list[Run]) -> None:
         os.fsync(file.fileno())
     os.replace(partial, path)
 
-# %% ../nbs/90_train.ipynb #62e1b5e0
+# %% ../nbs/90_train.ipynb #836f20b7
 def load(path: str | Path) -> dict:
     "The checkpoint at `path`, on the CPU; a `ValueError` says what is wrong with it."
     if not Path(path).is_file():
         raise ValueError(f"resume: there is no checkpoint at {path}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
+    except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, KeyError, ValueError) as error:
         raise ValueError(f"resume: {path} is not a readable checkpoint ({type(error).__name__})") from None
     if not isinstance(state, dict) or state.get("format") != 1:
         raise ValueError(f"resume: {path} was not written by dormouse-train, or by another version of it")

@@ -23,7 +23,7 @@ SMALL = replace(TINY, dim=16, heads=1, batch=1, length=16)  # Muon+ in the inter
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled for it")
 MIXERS = ["gdn", "kda", "gdn2"]
 OPTIMIZERS = ["muon_plus", "adamw"]
-SIZES = f"""--device {DEVICE} --batch 2 --length 32 --dim 32 --heads 2 --layers 1 --op torch --compare none --every 2
+SIZES = f"""--device {DEVICE} --batch 1 --length 16 --dim 16 --heads 1 --layers 1 --op torch --compare none --every 2
             --optimizer adamw""".split()
 
 
@@ -54,16 +54,26 @@ def faulty(monkeypatch, bad, value=math.nan):
     "From now on, at steps for which `bad` holds, an element of a gradient is `value`."
     update = train.update
 
+    def spoil(p):
+        p.grad[3, 5].fill_(value)
+
     def updated(run):
-        hook = None
-        if bad(run.done):
-            weight = run.model.blocks[0].up.weight
-            hook = weight.register_post_accumulate_grad_hook(lambda p: p.grad[3, 5].fill_(value))
+        hooks = [run.model.blocks[0].up.weight.register_post_accumulate_grad_hook(spoil)] if bad(run.done) else []
         update(run)
-        if hook:
+        for hook in hooks:
             hook.remove()
 
     monkeypatch.setattr(train, "update", updated)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    "A text and a checkpoint of four steps on it."
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 20)
+    options = ["--text", f"{folder}/text.txt", "--figure", f"{folder}/loss.svg", "--checkpoint", f"{folder}/c.pt", "--steps", "4"]
+    assert train.main([*options, *SIZES]) == 0
+    return (folder / "c.pt").read_bytes()
 
 
 def saved_losses(path, op="torch"):
@@ -177,10 +187,9 @@ def test_peers_start_equal_and_train_alike(text, mixer):
     assert all(run.syncs == 0 and len(run.step_ms) == 2 for run in runs)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize(("mixer", "dtype"), [*((mixer, "fp32") for mixer in MIXERS), ("gdn2", "bf16")])
 def test_runs_repeat_bitwise(text, mixer, dtype):
-    runs = [train.Run("torch", replace(TINY, steps=4, dtype=dtype, mixer=mixer), text, DEVICE) for _ in range(2)]
+    runs = [train.Run("torch", replace(TINY, steps=4, dim=16, dtype=dtype, mixer=mixer), text, DEVICE) for _ in range(2)]
     train.fit(runs, every=3)
     assert torch.equal(runs[0].losses, runs[1].losses)
     assert runs[0].losses[-1] < runs[0].losses[0]
@@ -189,13 +198,13 @@ def test_runs_repeat_bitwise(text, mixer, dtype):
 @pytest.mark.parametrize(("mixer", "optimizer"), [("gdn", "muon_plus"), *((mixer, "adamw") for mixer in MIXERS)])
 def test_resume_is_bitwise_and_a_longer_run_starts_as_a_shorter(place, capsys, mixer, optimizer):
     common, folder = place
-    sizes = [*SIZES, "--dim", "16", "--mixer", mixer, "--optimizer", optimizer]
+    sizes = [*SIZES, "--mixer", mixer, "--optimizer", optimizer]
     def run(*options):
         return train.main([*common, *options])
-    assert run("--checkpoint", f"{folder}/a.pt", "--steps", "5", *sizes) == 0
-    assert run("--checkpoint", f"{folder}/b.pt", "--steps", "3", *sizes) == 0
+    assert run("--checkpoint", f"{folder}/a.pt", "--steps", "4", *sizes) == 0
+    assert run("--checkpoint", f"{folder}/b.pt", "--steps", "2", *sizes) == 0
     capsys.readouterr()
-    assert run("--checkpoint", f"{folder}/b.pt", "--steps", "5", "--resume", "--device", str(DEVICE)) == 0
+    assert run("--checkpoint", f"{folder}/b.pt", "--steps", "4", "--resume", "--device", str(DEVICE)) == 0
     printed = capsys.readouterr().out
     assert f"{optimizer}, mixer {mixer}, ops: torch" in printed and f"\nmixer {mixer} " in printed
     assert dict(line.rsplit(maxsplit=1) for line in printed.splitlines() if "optimizer " in line or "skipped" in line) == {
@@ -203,7 +212,7 @@ def test_resume_is_bitwise_and_a_longer_run_starts_as_a_shorter(place, capsys, m
     a, b = train.load(f"{folder}/a.pt"), train.load(f"{folder}/b.pt")
     for state in (a, b):
         assert state["config"]["mixer"] == mixer and state["config"]["optimizer"] == optimizer
-        assert state["runs"]["torch"]["firewall"].tolist() == [5, 0, 0, 0, 0]
+        assert state["runs"]["torch"]["firewall"].tolist() == [4, 0, 0, 0, 0]
     assert torch.equal(a["runs"]["torch"]["losses"], b["runs"]["torch"]["losses"])
     for name, value in a["runs"]["torch"]["model"].items():
         assert torch.equal(value, b["runs"]["torch"]["model"][name])
@@ -322,7 +331,7 @@ def test_interrupted_run_leaves_a_checkpoint_that_continues(place, number):
 
 
 def test_two_models_stopped_in_the_middle_of_a_block_both_continue(text, tmp_path, monkeypatch):
-    config, path = replace(TINY, steps=7), tmp_path / "c.pt"
+    config, path = replace(SMALL, steps=5), tmp_path / "c.pt"
     op = train.mixing_op("torch", DEVICE, "gdn")
     monkeypatch.setattr(train, "mixing_op", lambda name, device, mixer: op)
     def fresh():
@@ -400,15 +409,7 @@ def test_matrices_are_muons_and_the_rest_is_adamws(text, mixer):
         replace(TINY, optimizer="sgd")
 
 
-def test_muon_plus_trains_and_repeats_bitwise(text):
-    runs = [train.Run("torch", replace(SMALL, steps=5, optimizer="muon_plus"), text, DEVICE) for _ in range(2)]
-    train.fit(runs, every=5)
-    assert same(held(runs[0]), held(runs[1])) and torch.equal(runs[0].losses, runs[1].losses)
-    assert runs[0].losses[-1] < runs[0].losses[0] and runs[0].syncs == 0
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize(("optimizer", "value"), [("muon_plus", math.nan), ("adamw", math.nan), ("adamw", -math.inf)])
 def test_a_bad_gradient_costs_its_step_and_no_more(text, monkeypatch, tmp_path, optimizer, value):
     "At the first step too, and a resume knows of it."
     faulty(monkeypatch, lambda step: step in (0, 2), value)
@@ -525,7 +526,7 @@ def test_bad_options_get_one_clear_line(place, capsys, options, message):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ("--dim 64", "dim: the checkpoint was made with 32, got 64"),
+    ("--dim 64", "dim: the checkpoint was made with 16, got 64"),
     ("--seed 3", "seed: the checkpoint was made with 0"),
     ("--dtype bf16", "dtype: the checkpoint was made with fp32"),
     ("--mixer kda", "mixer: the checkpoint was made with gdn, got kda"),
@@ -535,20 +536,17 @@ def test_bad_options_get_one_clear_line(place, capsys, options, message):
     ("", "step 4 is reached"),
     ("--steps 3", "step 4 is reached"),
 ])
-def test_resume_refuses_what_would_not_be_the_same_run(place, capsys, options, message):
+def test_resume_refuses_what_would_not_be_the_same_run(place, trained, capsys, options, message):
     common, folder = place
-    common += ["--checkpoint", f"{folder}/c.pt"]
-    assert train.main([*common, "--steps", "4", *SIZES]) == 0
+    (folder / "c.pt").write_bytes(trained)
     with pytest.raises(SystemExit):
-        train.main([*common, "--resume", *options.split()])
+        train.main([*common, "--checkpoint", f"{folder}/c.pt", "--resume", *options.split()])
     assert message in capsys.readouterr().err
 
 
-def test_resume_refuses_damage_and_another_text(place, capsys):
+def test_resume_refuses_damage_and_another_text(place, trained, capsys):
     common, folder = place
-    path = folder / "c.pt"
-    assert train.main([*common, "--checkpoint", str(path), "--steps", "4", *SIZES]) == 0
-    whole = path.read_bytes()
+    path, whole = folder / "c.pt", trained
     for damaged in (b"", b"not a checkpoint", whole[: len(whole) // 2]):
         path.write_bytes(damaged)
         with pytest.raises(SystemExit):

@@ -67,7 +67,7 @@ def origin(rows):
     "Where, with what and when the rows were measured."
     def seen(*names):
         return ", ".join(dict.fromkeys(" ".join(row[n] for n in names).strip() for row in rows if all(row[n] for n in names)))
-    peers = [row for row in rows if row["impl"] not in ("dormouse", "torch", "bound")]
+    peers = [row for row in rows if row["impl"] not in ("dormouse", "torch", "bound") and row["metric"] in COLUMNS]
     versions = ", ".join(dict.fromkeys(f"{row['impl']} {row['version']}" for row in peers if row["version"]))
     return (f"Ours / theirs, and how many times less. {seen('gpu')}; torch {seen('torch')}, Triton {seen('triton')}"
             f"{', ' if versions else ''}{versions}; {seen('date')}. Device time is a CUDA graph replayed, wall time an eager "
