@@ -386,7 +386,7 @@ def muon_groups(
     for name, p in named_parameters: groups[p.dim() >= 2 and not any(part in name for part in not_matrices)].append(p)
     return [dict(params=groups[use_muon], use_muon=use_muon, **options) for use_muon in (True, False)]
 
-# %% ../nbs/41_muon_plus.ipynb #48c850e4
+# %% ../nbs/41_muon_plus.ipynb #c5dcf77c
 class MuonPlus(torch.optim.Optimizer):
     "Muon+ (arXiv 2602.21545) for matrices, AdamW for the rest; a step never waits for the device, and can be captured in a CUDA graph."
 
@@ -407,8 +407,7 @@ class MuonPlus(torch.optim.Optimizer):
         adamw_betas:tuple=(0.95, 0.95),
         adamw_eps:float=1e-8, # added to the root of the second moment, before bias correction
     ):
-        self._plans = {}
-        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, eps=eps,
+        self._plans, defaults = {}, dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, eps=eps,
             ns_coefficients=ns_coefficients, norm_mode=norm_mode, adjust_lr_fn=adjust_lr_fn, ema=ema, split=split,
             adamw_betas=adamw_betas, adamw_eps=adamw_eps, use_muon=True)
         super().__init__(params, defaults)
@@ -425,6 +424,7 @@ class MuonPlus(torch.optim.Optimizer):
     def __setstate__(self, state):
         super().__setstate__(state)
         self._plans = {}
+        for p, own in self.state.items(): _bring_step(p, own)
 
     @torch.no_grad()
     def step(
@@ -445,7 +445,13 @@ class MuonPlus(torch.optim.Optimizer):
                 part.grads = None # copies end here
         return loss
 
-# %% ../nbs/41_muon_plus.ipynb #1bf94e17
+# %% ../nbs/41_muon_plus.ipynb #19601cfc
+def _bring_step(p, state):
+    "torch leaves a loaded step count where it was saved; the kernel wants it beside the parameter."
+    step = state.get("step")
+    if isinstance(step, Tensor): state["step"] = step.to(p.device, torch.float32)
+    elif step is not None: state["step"] = torch.full((), float(step), device=p.device)
+
 def _find(plans, n, group):
     "What goes together, and its gradients."
     params = [p for p in group["params"] if p.grad is not None]
@@ -461,6 +467,7 @@ def _place(optimizer, n, group):
             if not state: state.update(_new_state(p, group["use_muon"]))
         part.place(states)
 
+# %% ../nbs/41_muon_plus.ipynb #b5a154fa
 def _plan(group, params):
     "What can go together: matrices of a shape in parameters of a shape, and vectors of a dtype."
     parts = {}

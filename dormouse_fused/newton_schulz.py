@@ -351,14 +351,17 @@ def newton_schulz(
         for i, u in zip(members, _orthogonalise([given[i].detach().contiguous() for i in members], shape, iteration, eps)): results[i] = u
     return results[0] if isinstance(G, Tensor) else results
 
-# %% ../nbs/40_newton_schulz.ipynb #2886bf06
+# %% ../nbs/40_newton_schulz.ipynb #05cc6a2f
+@cache
+def _table(device, count): return Addresses() # kept, so that a graph can be captured after a call with as many matrices
+
 def _orthogonalise(given, shape, iteration, eps):
     flat = [m for g in given for m in g.reshape(-1, *shape).unbind()]
     work, (NI, NJ, *_) = Workspace(shape, len(flat), flat[0].device), pack_tiles(shape)
     partial = torch.empty(len(flat), NI * NJ, dtype=torch.float32, device=flat[0].device)
     where = sorted(by_kind(flat).items(), key=lambda kind: kind[1][0])
     order = [i for _, members in where for i in members]
-    addresses, first = Addresses()([flat[i] for i in order]), 0
+    addresses, first = _table(flat[0].device, len(flat))([flat[i] for i in order]), 0
     for ((dtype,), aligned), members in where:
         _pack(shape, TYPES[dtype], aligned)(len(members) * NI * NJ, addresses, work.x[first:], partial[first:], first)
         first += len(members)

@@ -341,7 +341,10 @@ def launcher(
 
 def _kinds(args, values):
     "What a compiled kernel depends on: dtypes, pointers at multiples of 16, integers of more than 31 bits."
-    return [(a.dtype, x % 16 == 0) if isinstance(a, Tensor) else a >> 31 in (0, -1) if type(a) is int else type(a) for a, x in zip(args, values)]
+    def kind(a, x):
+        if isinstance(a, Tensor): return a.dtype, x % 16 == 0
+        return -2**31 <= a < 2**31 if type(a) is int else type(a)
+    return [kind(a, x) for a, x in zip(args, values)]
 
 def _hooked():
     "Whether a profiler has asked Triton to tell it of launches."
