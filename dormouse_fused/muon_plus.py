@@ -286,7 +286,7 @@ def post_norm(
     _update_from(x, (torch.empty_like(x), torch.empty_like(x)), Addresses()([out]), where, norm_mode, None, rates, 0)
     return out
 
-# %% ../nbs/41_muon_plus.ipynb #d6f76abd
+# %% ../nbs/41_muon_plus.ipynb #f758bdf8
 @triton.jit(do_not_specialize=["TENSORS", "lr", "weight_decay"])
 def _adamw_kernel(addresses, where, sizes, verdict, lr, weight_decay, w1, w2, eps, TENSORS, LOG1: tl.constexpr, LOG2: tl.constexpr,
                   CHUNK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, SANITIZE: tl.constexpr):
@@ -309,7 +309,6 @@ def _adamw_kernel(addresses, where, sizes, verdict, lr, weight_decay, w1, w2, ep
     alpha, keep = (-rate / scale).to(tl.float32), (1. - rate * real(weight_decay)).to(tl.float32)
     kept = rounded(tl.load(p + at, mask=inside, other=0.).to(tl.float32) * keep, DTYPE)
     u = rounded(tl.div_rn(m, rounded(rounded(tl.sqrt_rn(v), DTYPE) + eps, DTYPE)), DTYPE)
-    u = tl.where(m == 0., 0., u)  # in float16 eps rounds to 0, and 0 / 0 is no update
     tl.store(p + at, cast(fma(u, alpha + tl.zeros_like(u), kept), DTYPE), mask=inside)
 
 # %% ../nbs/41_muon_plus.ipynb #0f7d27f6
@@ -386,13 +385,13 @@ def muon_groups(
     for name, p in named_parameters: groups[p.dim() >= 2 and not any(part in name for part in not_matrices)].append(p)
     return [dict(params=groups[use_muon], use_muon=use_muon, **options) for use_muon in (True, False)]
 
-# %% ../nbs/41_muon_plus.ipynb #c5dcf77c
+# %% ../nbs/41_muon_plus.ipynb #e98c0f76
 class MuonPlus(torch.optim.Optimizer):
     "Muon+ (arXiv 2602.21545) for matrices, AdamW for the rest; a step never waits for the device, and can be captured in a CUDA graph."
 
     def __init__(
         self,
-        params, # parameters, or groups of them; a group with `use_muon=False` is AdamW's; contiguous; float32, bfloat16 or float16
+        params, # parameters, or groups of them, contiguous; float32, bfloat16 or, if matrices, float16; `use_muon=False` is for AdamW's
         lr=1e-3, # a number, or a tensor of one on the parameters' device, which a captured graph follows
         weight_decay=0.1, # decoupled: p ← (1 - lr · weight_decay) p; a number or such a tensor
         momentum:float=0.95,
@@ -403,7 +402,7 @@ class MuonPlus(torch.optim.Optimizer):
         norm_mode:str="none", # "none", which is Muon; "col", "row", "col_row" or "row_col"
         adjust_lr_fn:str="rms", # "rms", the authors'; "original", Keller Jordan's; "match_rms_adamw", Moonlight's; "none"
         ema:bool=False, # momentum as a mean with weights, as in torch.optim.Muon
-        split:tuple=(1, 1), # a matrix is split into so many along rows and columns, as (3, 1) for fused query, key and value
+        split:tuple=(1, 1), # parts of a matrix along rows and columns, (3, 1) for fused query, key and value; ρ stays the whole matrix's
         adamw_betas:tuple=(0.95, 0.95),
         adamw_eps:float=1e-8, # added to the root of the second moment, before bias correction
     ):
@@ -445,7 +444,7 @@ class MuonPlus(torch.optim.Optimizer):
                 part.grads = None # copies end here
         return loss
 
-# %% ../nbs/41_muon_plus.ipynb #19601cfc
+# %% ../nbs/41_muon_plus.ipynb #96009076
 def _bring_step(p, state):
     "torch leaves a loaded step count where it was saved; the kernel wants it beside the parameter."
     step = state.get("step")
@@ -455,7 +454,7 @@ def _bring_step(p, state):
 def _find(plans, n, group):
     "What goes together, and its gradients."
     params = [p for p in group["params"] if p.grad is not None]
-    key = (*[id(p) for p in params], *group["split"], group["adjust_lr_fn"], group["use_muon"])
+    key = (*[(id(p), p.dtype, p.shape) for p in params], *group["split"], group["adjust_lr_fn"], group["use_muon"])
     if n not in plans or plans[n][0] != key: plans[n] = key, _plan(group, params)
     for part in plans[n][1]: part.grads = _gradients(part.params)
 
@@ -492,13 +491,14 @@ def _new_state(p, use_muon):
     if use_muon: return dict(momentum_buffer=torch.zeros_like(p))
     return dict(step=torch.zeros((), dtype=torch.float32, device=p.device), moment1=torch.zeros_like(p), moment2=torch.zeros_like(p))
 
-# %% ../nbs/41_muon_plus.ipynb #2b0eb8ab
+# %% ../nbs/41_muon_plus.ipynb #186bf9a3
 def _gradients(params):
     grads = [p.grad for p in params]
     for p, g in zip(params, grads):
-        if g.layout is not torch.strided: raise ValueError(f"params: expected a dense gradient for shape {list(p.shape)}, got {g.layout}")
+        if g.layout is not torch.strided:
+            raise ValueError(f"params: expected a dense gradient for shape {list(p.shape)}, got {g.layout}")
         if g.dtype is not p.dtype: raise TypeError(f"grad: expected {p.dtype} for shape {list(p.shape)}, got {g.dtype}")
-    return [g if g.is_contiguous() else g.contiguous() for g in grads]
+    return [g if g.is_contiguous() and not g.is_neg() else g.resolve_neg().contiguous() for g in grads]
 
 def _check_states(params, states, *names):
     for p, state in zip(params, states):
@@ -541,14 +541,17 @@ def _check_group(group, first):
     if len({id(p) for p in group["params"]}) < len(group["params"]): raise ValueError("params: expected each parameter once")
     for p in group["params"]: _check_parameter(p, group, first)
 
-# %% ../nbs/41_muon_plus.ipynb #b1b9cba2
+# %% ../nbs/41_muon_plus.ipynb #74fd0e53
 def _check_parameter(p, group, first):
     shape = list(p.shape)
     if p.dtype not in FLOATS: raise TypeError(f"params: expected float32, bfloat16 or float16, got {p.dtype} for shape {shape}")
     if p.device != first.device: raise ValueError(f"params: expected all on {first.device}, got shape {shape} on {p.device}")
     check_device("params", p)
     if not p.is_contiguous(): raise ValueError(f"params: expected contiguous parameters, got strides {p.stride()} for shape {shape}")
-    if not group["use_muon"]: return
+    if not group["use_muon"]:
+        if p.dtype is torch.float16: raise TypeError("params: expected float32 or bfloat16 where use_muon=False, got torch.float16, "
+            f"in which a small gradient's square is 0, for shape {shape}")
+        return
     if p.dim() not in (2, 3): raise ValueError(f"params: Muon+ expects matrices or batches of them, got shape {shape}; "
         "put the parameter into a group with use_muon=False")
     (rows, cols), (down, across) = shape[-2:], group["split"]

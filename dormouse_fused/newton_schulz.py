@@ -331,7 +331,7 @@ def scale_of(partial:Tensor, iteration:Polar, eps:float): # float32 [batch, part
     _scale(len(partial), partial, scale, iteration.margin, eps, partial.shape[1])
     return scale
 
-# %% ../nbs/40_newton_schulz.ipynb #aee95937
+# %% ../nbs/40_newton_schulz.ipynb #e3492a0d
 def newton_schulz(
     G, # [..., rows, cols], or a list of such; float32, bfloat16 or float16
     ns_steps:int=5, # steps of the iteration
@@ -348,7 +348,8 @@ def newton_schulz(
     for i, g in enumerate(given):
         if g.numel(): batches.setdefault(Shape(*g.shape[-2:]), []).append(i)
     for shape, members in batches.items():
-        for i, u in zip(members, _orthogonalise([given[i].detach().contiguous() for i in members], shape, iteration, eps)): results[i] = u
+        same = [given[i].detach().resolve_neg().contiguous() for i in members]
+        for i, u in zip(members, _orthogonalise(same, shape, iteration, eps)): results[i] = u
     return results[0] if isinstance(G, Tensor) else results
 
 # %% ../nbs/40_newton_schulz.ipynb #05cc6a2f

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
     *[f"ignore:{what}" for what in ("overflow encountered", "invalid value", "divide by zero")]
 )  # in the interpreter
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+vectors_too = pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # AdamW refuses float16
 
 
 def problem(*shapes, steps=2, dtype=torch.float32, seed=0):
@@ -251,11 +252,11 @@ def test_like_torch(adjust, nesterov):
         assert rel_err(a["p"], want) <= rel_err(b["p"], want) < 0.01
 
 
-@each_dtype
+@vectors_too
 def test_adamw_group(dtype):
     "Several chunks, a scalar, an empty tensor; matrices too."
     params, grads = problem((7,), (), (1500,), (3, 5), steps=3, dtype=dtype)
-    grads = [[g + g.sign() for g in step] for step in grads]  # or float16 could not hold squares
+    grads = [[g + g.sign() for g in step] for step in grads]
     for options in dict(), dict(adamw_betas=(0.0, 0.9), adamw_eps=1e-3, lr=0.1):
         theirs = {n.removeprefix("adamw_"): x for n, x in options.items()}
         mine = leaves(params)
@@ -398,9 +399,9 @@ def test_zero_gradients(norm_mode):
     assert alike(got[1], run(params[1:], [step[1:] for step in grads], **options)[0])
 
 
-@each_dtype
+@vectors_too
 def test_zero_gradients_of_vectors(dtype):
-    "In float16 too, where eps alone would round to 0."
+    "They only decay."
     params, grads = problem((6,), dtype=dtype)
     for step in grads:
         step[0][2:] = 0
@@ -642,7 +643,7 @@ def test_skipped_from_the_start():
 @pytest.mark.parametrize("dtype,ema", [(torch.float32, False), (torch.bfloat16, True), (torch.float16, False)], ids=str)
 def test_scaled(dtype, ema):
     "Gradients are multiplied as they are read."
-    params, grads = problem((9, 20), (6,), dtype=dtype)
+    params, grads = problem((9, 20), *[(6,)][: dtype is not torch.float16], dtype=dtype)
     opt, mine = both_kinds(params, ema=ema)
     got = steps(opt, mine, grads, [verdict(0.3)] * 2)
     scale = torch.tensor(0.3, device=DEVICE)
@@ -652,7 +653,7 @@ def test_scaled(dtype, ema):
     assert same_bits(got, want) and not same_bits(got, steps(opt, mine, grads, [verdict()] * 2))
 
 
-@each_dtype
+@vectors_too
 def test_sanitized(dtype):
     params, grads = problem((9, 20), (6,), dtype=dtype)
     grads[0][0][3, 4], grads[1][0][8, 19], grads[1][0][0, 0] = math.nan, -math.inf, math.inf
@@ -958,6 +959,33 @@ def test_bad_parameters(kind):
         with pytest.raises(error, match=message):
             opt.add_param_group(dict(params=bad[-1:]))
         assert len(opt.param_groups) == groups and opt.param_groups[-1]["params"] == good
+
+
+def test_vectors_in_float16():
+    params, _ = problem((6,), dtype=torch.float16)
+    with pytest.raises(TypeError, match="params: expected float32 or bfloat16 where use_muon=False, got torch.float16"):
+        MuonPlus([dict(params=leaves(params), use_muon=False)])
+
+
+def test_a_parameter_that_grew():
+    "Another shape under the same name is another plan."
+    params, grads = problem((4, 6), steps=1)
+    opt, mine = both_kinds(params)
+    steps(opt, mine, grads)
+    (larger,), ((g,),) = problem((8, 6), steps=1)
+    opt.state.clear()
+    mine[0].grad = None
+    mine[0].data = larger.clone()
+    fresh, second = both_kinds([larger])
+    assert same_bits(steps(opt, mine, [[g]]), steps(fresh, second, [[g]]))
+
+
+def test_negative_views():
+    params, grads = problem((9, 20), (6,), steps=1)
+    opt, mine = both_kinds(params)
+    want = steps(opt, mine, grads)
+    opt, mine = both_kinds(params)
+    assert same_bits(steps(opt, mine, [[torch._neg_view(-g) for g in grads[0]]]), want)
 
 
 def test_a_parameter_twice():
