@@ -557,9 +557,9 @@ def _check_parameter(p, group, first):
     (rows, cols), (down, across) = shape[-2:], group["split"]
     if rows % down or cols % across: raise ValueError(f"split: expected to divide {rows} by {cols}, got {group['split']}")
 
-# %% ../nbs/41_muon_plus.ipynb #f7f93823
+# %% ../nbs/41_muon_plus.ipynb #1361eafd
 def aot_cases(
-    shapes=((768, 2048), (2048, 768), (48, 20)), # of matrices
+    shapes=((768, 2048), (300, 40)), # of matrices
 ) -> list: # of `Case`
     "This module's kernels at the sizes that the gate compiles."
     cases = [case for shape in shapes for case in _matrix_cases("dormouse_fused.muon_plus", Shape(*shape))]
@@ -576,8 +576,9 @@ def _matrix_cases(module, shape):
     for dtype in tl.float32, tl.bfloat16:
         fixed = dict(NI=NI, NJ=NJ, R=PR, C=PC, DTYPE=dtype, NESTEROV=True, EMA=False, SANITIZE=False, **place)
         signature = dict(partial="*fp32", mu="fp32", new="fp32", FIRST="i32", TENSORS="i32", **tables)
-        cases.append(Case(f"{module}:_momentum_kernel", signature, fixed, options=plain))
-        for mode in NORM_MODES:
+        # For sm_100 the compiler puts 8 bytes of a bfloat16 case on the stack; there is nothing it would have to spill.
+        cases.append(Case(f"{module}:_momentum_kernel", signature, fixed, spill=8 if dtype is tl.bfloat16 else 0, options=plain))
+        for mode in NORM_MODES if dtype is tl.float32 else ("row_col",):
             first, columns, last = _norm_plan(mode, shape.tall)
             R, C, warps, stages = (LAST if last else APPLY).fitting((n, m))
             fixed = dict(N=n, M=m, FIRST=first, COLUMNS=columns, LAST=last, R=R, C=C, WIDTH=m if last else C, STAGES=stages, DTYPE=dtype)
