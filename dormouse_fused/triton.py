@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from shutil import which
 from threading import Thread
 from typing import NamedTuple
 
@@ -445,9 +446,10 @@ def aot_all(
 ) -> list: # of `Usage`, in the same order
     "Compile kernels for GPUs that need not be here, in one fresh process."
     plain = pickle.dumps([tuple(c._replace(kernel=_exported_name(c.kernel))) for c in cases])
-    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     code = "from dormouse_fused.triton import _compile_from_stdin; _compile_from_stdin()"
-    done = subprocess.run([sys.executable, "-c", code], input=plain, capture_output=True, env=env)
+    same_addresses = ["setarch", "-R"] if which("setarch") else [] # the compiler's choices follow the order of its own pointers
+    done = subprocess.run([*same_addresses, sys.executable, "-c", code], input=plain, capture_output=True, env=env)
     if done.returncode: raise RuntimeError(done.stderr.decode())
     out = pickle.loads(done.stdout)
     if isinstance(out, str): raise RuntimeError(out)
