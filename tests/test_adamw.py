@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optimizers import DEVICE, leaves, problem, result, steps
 
 from dormouse_fused import adamw
 from dormouse_fused.adamw import AdamW, naive_adamw, rounded_adamw
@@ -17,7 +18,6 @@ from dormouse_fused.multi_tensor import Verdict
 from dormouse_fused.parity import fenced, rel_err, same_bits
 from dormouse_fused.triton import INTERPRET
 
-DEVICE = "cpu" if INTERPRET else "cuda"
 GPU = pytest.mark.skipif(INTERPRET, reason="needs a GPU")
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 OPTIONS = [
@@ -34,31 +34,6 @@ each_option = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join
 def small_tiles(monkeypatch):
     monkeypatch.setitem(adamw.TILE, "CHUNK", 256)
     monkeypatch.setitem(adamw.TILE, "WARPS", 1)
-
-
-def problem(*shapes, steps=3, dtype=torch.float32, seed=0):
-    gen = torch.Generator().manual_seed(seed)
-
-    def randn():
-        return [torch.randn(s, generator=gen).to(DEVICE, dtype) for s in shapes]
-
-    return randn(), [randn() for _ in range(steps)]
-
-
-def leaves(params):
-    return [torch.nn.Parameter(p.clone()) for p in params]
-
-
-def steps(opt, params, grads, verdicts=None):
-    for n, step in enumerate(grads):
-        for p, g in zip(params, step):
-            p.grad = g
-        opt.step(**({} if verdicts is None else dict(verdict=verdicts[n])))
-    return result(opt, params)
-
-
-def result(opt, params):
-    return [dict(p=p.detach().clone()) | {n: t.clone() for n, t in opt.state.get(p, {}).items()} for p in params]
 
 
 def run(params, grads, verdicts=None, optimizer=AdamW, **options):

@@ -4,9 +4,12 @@ import copy
 import io
 import math
 import pickle
+from functools import partial
 
+import optimizers
 import pytest
 import torch
+from optimizers import leaves, result, steps
 
 from dormouse_fused import firewall
 from dormouse_fused import multi_tensor as mt
@@ -30,36 +33,12 @@ SCALES = dict(  # as their authors have them
     match_rms_adamw=lambda r, c: 0.2 * max(r, c) ** 0.5,
 )
 QUICK = dict(ns_steps=1)
+problem = partial(optimizers.problem, steps=2)
 pytestmark = pytest.mark.filterwarnings(
     *[f"ignore:{what}" for what in ("overflow encountered", "invalid value", "divide by zero")]
 )  # in the interpreter
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 vectors_too = pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # AdamW refuses float16
-
-
-def problem(*shapes, steps=2, dtype=torch.float32, seed=0):
-    gen = torch.Generator().manual_seed(seed)
-
-    def randn():
-        return [torch.randn(s, generator=gen).to(DEVICE, dtype) for s in shapes]
-
-    return randn(), [randn() for _ in range(steps)]
-
-
-def leaves(params):
-    return [torch.nn.Parameter(p.detach().clone()) for p in params]
-
-
-def result(opt, params):
-    return [dict(p=p.detach().clone()) | {n: t.clone() for n, t in opt.state.get(p, {}).items()} for p in params]
-
-
-def steps(opt, params, grads, verdicts=None):
-    for n, step in enumerate(grads):
-        for p, g in zip(params, step):
-            p.grad = g
-        opt.step(**({} if verdicts is None else dict(verdict=verdicts[n])))
-    return result(opt, params)
 
 
 def run(params, grads, verdicts=None, **options):
