@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TILE', 'naive_adamw', 'rounded_adamw', 'adamw_cost', 'adamw_tile', 'AdamW', 'aot_cases']
 
-# %% ../nbs/43_adamw.ipynb #f15349ce
+# %% ../nbs/43_adamw.ipynb #2fd8bb35
 from contextlib import nullcontext
 from functools import cache
 from itertools import chain, groupby
@@ -13,8 +13,9 @@ from operator import is_, itemgetter
 import torch
 from torch import Tensor
 from .machine import Cost, tensor_bytes
-from .multi_tensor import TYPES, Addresses, Verdict, by_kind, chunk_map, read_gradient, stopped, tensor_at, upload
-from .triton import FLOATS, INTERPRETED, Case, cast, check_device, check_tensor, launcher
+from .multi_tensor import TYPES, Addresses, Verdict, by_kind, check_verdict, chunk_map, fma
+from .multi_tensor import read_gradient, stopped, tensor_at, upload
+from .triton import FLOATS, Case, cast, check_device, check_tensor, launcher
 import triton
 import triton.language as tl
 
@@ -65,23 +66,14 @@ def adamw_cost(
     "Bytes and FLOPs of a step; square root and division count as one each."
     return Cost(tensor_bytes((9 if amsgrad else 7, n), dtype), {"fp32": (18 if amsgrad else 17) * n}, 3)
 
-# %% ../nbs/43_adamw.ipynb #f534eefe
-@triton.jit
-def _fma(x, y, z):
-    "x y + z, rounded once."
-    if INTERPRETED:
-        return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
-    else:
-        return tl.fma(x, y, z)
-
-# %% ../nbs/43_adamw.ipynb #c2732a10
+# %% ../nbs/43_adamw.ipynb #ace882bd
 @triton.jit
 def adamw_tile(p, g, m, v, top, lr, beta1, beta2, eps, decay, a, b):
     "Equations (4)-(6) for a tile, all float32: the new p, m, v and top (v, if top is None)."
-    p = tl.where(decay != 0., _fma(-(lr * decay), p, p), p)  # (4)
-    m = _fma(beta1, m, _fma(-beta1, g, g))  # (5)
+    p = tl.where(decay != 0., fma(-(lr * decay), p, p), p)  # (4)
+    m = fma(beta1, m, fma(-beta1, g, g))  # (5)
     q = g * g
-    v = _fma(beta2, v, _fma(-beta2, q, q))
+    v = fma(beta2, v, fma(-beta2, q, q))
     high = v if top is None else tl.where(top < v, v, top)
     p -= tl.div_rn(a * m, tl.div_rn(tl.sqrt_rn(high), b) + eps)  # (6)
     return p, m, v, high
@@ -366,11 +358,9 @@ def _step(optimizer, verdict):
         _launch(optimizer.param_groups, plan, found, verdict)
     torch.autograd.graph.increment_version(plan.params)
 
-# %% ../nbs/43_adamw.ipynb #83c195f2
+# %% ../nbs/43_adamw.ipynb #df13ce04
 def _launch(groups, plan, found, verdict):
-    if verdict is not None:
-        if not isinstance(verdict, Verdict): raise TypeError(f"verdict: expected a Verdict or None, got {type(verdict).__name__}")
-        check_tensor("verdict.scale_and_go", verdict.scale_and_go, (2,), torch.float32, plan.device)
+    check_verdict(verdict, plan.device)
     scale_and_go, sanitize = (None, False) if verdict is None else (verdict.scale_and_go, verdict.sanitize)
     ready, betas, first, powers = [], [], 0, plan.powers
     for part, (moving, _) in zip(plan.parts, found):

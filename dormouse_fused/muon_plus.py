@@ -4,20 +4,20 @@
 
 # %% auto #0
 __all__ = ['NORM_MODES', 'LR_SCALES', 'SUMS', 'APPLY', 'LAST', 'CHUNK', 'NOT_MATRICES', 'naive_post_norm', 'naive_muon_plus',
-           'muon_plus_cost', 'fma', 'lerp', 'rounded', 'matrix_at', 'post_norm', 'muon_groups', 'MuonPlus', 'aot_cases']
+           'muon_plus_cost', 'lerp', 'rounded', 'matrix_at', 'post_norm', 'muon_groups', 'MuonPlus', 'aot_cases']
 
-# %% ../nbs/41_muon_plus.ipynb #eed8b78a
+# %% ../nbs/41_muon_plus.ipynb #328ac68f
 import math
 from functools import cache
 from typing import NamedTuple
 import torch
 from torch import Tensor
 from .machine import Cost, tensor_bytes
-from .multi_tensor import TYPES, Addresses, Verdict, advance, bits, chunk_map
+from .multi_tensor import TYPES, Addresses, Verdict, advance, bits, check_verdict, chunk_map, fma
 from .multi_tensor import read_gradient, real, stopped, tensor_at, upload
 from .newton_schulz import Shape, Workspace, naive_newton_schulz, newton_schulz_cost, pack_tiles, polar
 from .newton_schulz import put_tile, scale_of, tile_of
-from .triton import FLOATS, INTERPRETED, Case, cast, check_device, launcher
+from .triton import FLOATS, Case, cast, check_device, launcher
 import triton
 import triton.language as tl
 
@@ -65,16 +65,7 @@ def muon_plus_cost(
     passes = Cost(5 * own + (3 if norm else 2) * half, 0, (5 if norm else 3) * len(shapes))
     return dict(passes=passes, products=Cost(0, {"bf16": sum(c.flops["bf16"] for c in products)}, 3 * ns_steps * len(shapes)))
 
-# %% ../nbs/41_muon_plus.ipynb #496b84ef
-@triton.jit
-def fma(a, b, c):
-    "a · b + c with one rounding, in the interpreter too."
-    a, b = a + tl.zeros_like(c), b + tl.zeros_like(c)
-    if INTERPRETED:
-        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
-    else:
-        return tl.fma(a, b, c)
-
+# %% ../nbs/41_muon_plus.ipynb #09f16f40
 @triton.jit
 def lerp(a, b, w):
     "a + w (b - a), as torch.lerp computes it."
@@ -286,7 +277,7 @@ def post_norm(
     _update_from(x, (torch.empty_like(x), torch.empty_like(x)), Addresses()([out]), where, norm_mode, None, rates, 0)
     return out
 
-# %% ../nbs/41_muon_plus.ipynb #f758bdf8
+# %% ../nbs/41_muon_plus.ipynb #ce1f10a1
 @triton.jit(do_not_specialize=["TENSORS", "lr", "weight_decay"])
 def _adamw_kernel(addresses, where, sizes, verdict, lr, weight_decay, w1, w2, eps, TENSORS, LOG1: tl.constexpr, LOG2: tl.constexpr,
                   CHUNK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, SANITIZE: tl.constexpr):
@@ -309,7 +300,7 @@ def _adamw_kernel(addresses, where, sizes, verdict, lr, weight_decay, w1, w2, ep
     alpha, keep = (-rate / scale).to(tl.float32), (1. - rate * real(weight_decay)).to(tl.float32)
     kept = rounded(tl.load(p + at, mask=inside, other=0.).to(tl.float32) * keep, DTYPE)
     u = rounded(tl.div_rn(m, rounded(rounded(tl.sqrt_rn(v), DTYPE) + eps, DTYPE)), DTYPE)
-    tl.store(p + at, cast(fma(u, alpha + tl.zeros_like(u), kept), DTYPE), mask=inside)
+    tl.store(p + at, cast(fma(u, alpha, kept), DTYPE), mask=inside)
 
 # %% ../nbs/41_muon_plus.ipynb #0f7d27f6
 CHUNK = 1024 # elements of a tensor that a program of AdamW takes
@@ -385,7 +376,7 @@ def muon_groups(
     for name, p in named_parameters: groups[p.dim() >= 2 and not any(part in name for part in not_matrices)].append(p)
     return [dict(params=groups[use_muon], use_muon=use_muon, **options) for use_muon in (True, False)]
 
-# %% ../nbs/41_muon_plus.ipynb #e98c0f76
+# %% ../nbs/41_muon_plus.ipynb #2d245dde
 class MuonPlus(torch.optim.Optimizer):
     "Muon+ (arXiv 2602.21545) for matrices, AdamW for the rest; a step never waits for the device, and can be captured in a CUDA graph."
 
@@ -435,7 +426,7 @@ class MuonPlus(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
-        _check_verdict(verdict, self.param_groups)
+        check_verdict(verdict, next((p.device for group in self.param_groups for p in group["params"]), None))
         for n, group in enumerate(self.param_groups): _find(self._plans, n, group)
         for n, group in enumerate(self.param_groups): _place(self, n, group)
         for n, group in enumerate(self.param_groups):
@@ -510,17 +501,7 @@ def _check_states(params, states, *names):
                 raise TypeError(f"{name}: expected {p.dtype} on {p.device}, got {t.dtype} on {t.device}")
             if not t.is_contiguous(): state[name] = t.contiguous()
 
-# %% ../nbs/41_muon_plus.ipynb #3f8ad60f
-def _check_verdict(verdict, groups):
-    if verdict is None: return
-    if not isinstance(verdict, Verdict): raise TypeError(f"verdict: expected a Verdict, got {type(verdict).__name__}")
-    t, first = verdict.scale_and_go, next((p for group in groups for p in group["params"]), None)
-    if not isinstance(t, Tensor): raise TypeError(f"verdict: expected a tensor as scale_and_go, got {type(t).__name__}")
-    if not t.is_contiguous(): raise ValueError(f"verdict: expected a contiguous scale_and_go, got strides {t.stride()}")
-    if t.dtype is not torch.float32 or t.shape != (2,):
-        raise ValueError(f"verdict: expected scale_and_go in float32 of shape [2], got {t.dtype} of {list(t.shape)}")
-    if first is not None and t.device != first.device: raise ValueError(f"verdict: expected on {first.device}, got {t.device}")
-
+# %% ../nbs/41_muon_plus.ipynb #f880cdb5
 def _check_group(group, first):
     def need(name, ok, what):
         if not ok: raise ValueError(f"{name}: expected {what}, got {group[name]!r}")

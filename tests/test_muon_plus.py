@@ -984,8 +984,8 @@ def test_bad_verdicts():
     opt, mine = both_kinds(params)
     before = steps(opt, mine, grads[:1])
     for bad, error, match in (
-        (True, TypeError, "verdict: expected a Verdict, got bool"),
-        (torch.ones(2, device=DEVICE), TypeError, "verdict: expected a Verdict, got Tensor"),
+        (True, TypeError, "verdict: expected a Verdict or None, got bool"),
+        (torch.ones(2, device=DEVICE), TypeError, "verdict: expected a Verdict or None, got Tensor"),
         (Verdict(1.0), TypeError, "verdict.*: expected a tensor"),
         (Verdict(torch.ones(3, device=DEVICE)), ValueError, r"verdict.*: expected .*shape \[2\], got .*\[3\]"),
         (
