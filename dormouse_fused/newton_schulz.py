@@ -261,14 +261,14 @@ def _symmetric(work, x, y, out, scale=None, power=1, abc=None):
     run(batch * tiles, of(x)(*step), of(y)(*step), of(out if abc is None else x)(side, side), of(out)(side, side), scale, n // 16, k // 16,
         tiles, *(abc or (0., 0., 0.)))
 
-# %% ../nbs/40_newton_schulz.ipynb #a78f3321
-OWN_PRODUCT = 2048 # sides below which B'X is the kernel above; from it on, cuBLAS
+# %% ../nbs/40_newton_schulz.ipynb #dc89179f
+OWN_PRODUCT = 2048 # sides below which B'X is the kernel above, if it has work for a third of the GPU; otherwise cuBLAS
 
 def _multiply(work):
     (batch, n, m), of = work.x.shape, work.of
-    if n % 128 or m % 128 or n >= OWN_PRODUCT: return torch.bmm(work.b, work.x, out=work.y)
     wide = 128 if m % 256 else 256
     total = batch * (n // 128) * (m // wide)
+    if n % 128 or m % 128 or n >= OWN_PRODUCT or 3 * total < work.programs: return torch.bmm(work.b, work.x, out=work.y)
     programs = min(work.programs, total)
     _product(wide, programs, work.tma)(programs, of(work.b)(128, 64), of(work.x)(64, wide), of(work.y)(128, 128), n // 16, m // 16, total)
 

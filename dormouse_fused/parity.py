@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['rel_err', 'assert_close', 'in_float64', 'evaluate', 'errors', 'error_table', 'assert_no_worse', 'poison', 'fenced',
-           'same_bits', 'assert_deterministic', 'golden_manifest', 'load_golden']
+           'sanitizer', 'same_bits', 'assert_deterministic', 'golden_manifest', 'load_golden']
 
-# %% ../nbs/02_parity.ipynb #5bb5919b
-import json, math
+# %% ../nbs/02_parity.ipynb #f65c5c72
+import json, math, os, re, subprocess, sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
+from shutil import which
 
 import torch
 from torch import Tensor
@@ -119,6 +121,30 @@ def fenced(
     buffer = x.new_full((2 * before + rows * pitch,), float("nan"))
     inner = buffer[before:before + rows * pitch].view(*lead, pitch)[..., :d]
     return inner.copy_(x).view(x.shape)
+
+# %% ../nbs/02_parity.ipynb #f531cd88
+_TOOLS = "memcheck", "initcheck", "racecheck"
+
+def sanitizer(
+    program, # Python that runs the kernels and waits for them; or pairs of a tool and what it shall watch
+    **apart, # metrics with a pattern of kernel names each: races reported there are counted apart
+) -> dict: # counts by metric, "sanitizer_errors" first; empty where there is no compute-sanitizer
+    "What compute-sanitizer has to say; its reports are printed. Raises `RuntimeError` if a program fails."
+    if not which("compute-sanitizer"): return {}
+    env = os.environ | dict(PYTORCH_NO_CUDA_MEMORY_CACHING="1", PYTHONPATH=os.pathsep.join([str(repo_root()), *sys.path]))
+    runs = [(tool, program) for tool in _TOOLS] if isinstance(program, str) else program
+    start = partial(subprocess.Popen, text=True, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    children = [start(["compute-sanitizer", "--tool", tool, sys.executable, "-c", code]) for tool, code in runs]
+    return _count_reports([child.communicate()[0] for child in children], apart)
+
+def _count_reports(texts, apart):
+    found = [re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text) for text in texts]
+    if not all(found) or any("Traceback (most recent call last)" in text for text in texts):
+        raise RuntimeError("compute-sanitizer's program failed:\n" + "\n".join(text[-1500:] for text in texts))
+    print(*(text[:6000] for text, numbers in zip(texts, found) if any(map(int, numbers))), sep="\n", end="")
+    def races_at(name): return len(re.findall(rf"Race reported between \w+ access at (?:{name})", "\n".join(texts)))
+    races = {metric: races_at(name) for metric, name in apart.items()}
+    return dict(sanitizer_errors=sum(int(n) for numbers in found for n in numbers) - sum(races.values()), **races)
 
 # %% ../nbs/02_parity.ipynb #bb1c7fb9
 def same_bits(

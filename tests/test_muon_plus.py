@@ -1047,8 +1047,8 @@ def test_launches():
     from dormouse_fused.measure import launches
 
     counts = []
-    for many in ((48, 24, 12), (1, 1, 1)):
-        shapes = [s for s, n in zip([(64, 64), (64, 170), (170, 64)], many) for _ in range(n)]
+    for many in ((48, 24, 12), (2, 1, 1)):
+        shapes = [s for s, n in zip([(768, 768), (768, 2048), (2048, 768)], many) for _ in range(n)]
         params, grads = problem(*shapes, steps=1)
         mine = leaves(params)
         opt = MuonPlus(mine, norm_mode="row_col")

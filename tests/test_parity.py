@@ -1,5 +1,8 @@
 """The instruments of chapter 02 reject what they must reject."""
 
+import os
+import sys
+
 import pytest
 import torch
 
@@ -137,3 +140,38 @@ def test_a_changed_golden_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(parity, "repo_root", lambda: tmp_path)
     with pytest.raises(ValueError, match="x.safetensors"):
         parity.load_golden("x")
+
+
+def test_without_the_sanitizer_nothing_is_counted(monkeypatch):
+    monkeypatch.setattr(parity, "which", lambda name: None)
+    assert parity.sanitizer("print()", jobs="_a_kernel") == {}
+
+
+FAKE = """#!{python}
+import subprocess, sys
+tool, command = sys.argv[2], sys.argv[3:]
+code = subprocess.run(command).returncode
+print("=========     Race reported between Write access at _job_kernel+0x10 in a.py:1" if tool == "racecheck" else "")
+print("========= RACECHECK SUMMARY: 3 hazards displayed" if tool == "racecheck" else "========= ERROR SUMMARY: 2 errors")
+"""
+
+
+@pytest.fixture
+def sanitizer(tmp_path, monkeypatch):
+    "A program in the sanitizer's place, since there is none without a GPU: 2 errors a tool, 3 races, one of them at `_job_kernel`."
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(FAKE.format(python=sys.executable))
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+
+def test_reports_are_counted(sanitizer, capfd):
+    assert parity.sanitizer("import dormouse_fused") == dict(sanitizer_errors=7)
+    assert parity.sanitizer("import dormouse_fused", jobs="_job", none="_other") == dict(sanitizer_errors=6, jobs=1, none=0)
+    assert parity.sanitizer([("memcheck", "import dormouse_fused")]) == dict(sanitizer_errors=2)
+    assert "Race reported" in capfd.readouterr().out
+
+
+def test_a_program_that_fails_is_no_clean_program(sanitizer):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        parity.sanitizer("1 / 0")
