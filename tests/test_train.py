@@ -528,6 +528,7 @@ def test_bad_options_get_one_clear_line(place, capsys, options, message):
 @pytest.mark.parametrize(("options", "message"), [
     ("--dim 64", "dim: the checkpoint was made with 16, got 64"),
     ("--seed 3", "seed: the checkpoint was made with 0"),
+    ("--dtype fp32", "dtype: the checkpoint was made with bf16") if torch.cuda.is_available() else
     ("--dtype bf16", "dtype: the checkpoint was made with fp32"),
     ("--mixer kda", "mixer: the checkpoint was made with gdn, got kda"),
     ("--optimizer muon_plus", "optimizer: the checkpoint was made with adamw, got muon_plus"),
