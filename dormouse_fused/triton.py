@@ -8,7 +8,7 @@ __all__ = ['INTERPRET', 'INTERPRETED', 'L2NORM_TILES', 'FLOATS', 'TARGETS', 'SHA
            'below_autograd', 'straight', 'first_order', 'check_tensor', 'check_device', 'remembered', 'l2norm',
            'launcher', 'Case', 'Usage', 'operand_hazards', 'aot_all', 'aot', 'for_targets', 'aot_cases', 'assert_async']
 
-# %% ../nbs/03_triton.ipynb #cd6662ea
+# %% ../nbs/03_triton.ipynb #02bb6af2
 import os, pickle, re, subprocess, sys, tempfile
 from contextlib import suppress
 from functools import cache, wraps
@@ -156,7 +156,7 @@ def register(
     lib.impl(name, _differentiable(op, autograd) if autograd else torch.library.fallthrough_kernel, "Autograd")
     return op
 
-# %% ../nbs/03_triton.ipynb #9c49310a
+# %% ../nbs/03_triton.ipynb #4c06af87
 def _differentiable(op, autograd):
     def call(*args):
         if _needs_gradient(args): return autograd.apply(*args)
@@ -166,7 +166,9 @@ def _differentiable(op, autograd):
 def _needs_gradient(args):
     if torch.is_grad_enabled():
         for a in args:
-            if isinstance(a, Tensor) and a.requires_grad: return True
+            if isinstance(a, Tensor):
+                if a.requires_grad: return True
+            elif type(a) is list and _needs_gradient(a): return True
     return False
 
 def below_autograd(op, *args):
@@ -179,7 +181,7 @@ def _on_its_device(impl):
         with torch.cuda.device_of(first): return impl(first, *rest)
     return guarded
 
-# %% ../nbs/03_triton.ipynb #183769f1
+# %% ../nbs/03_triton.ipynb #053cbdb2
 def straight(
     op, # from `register`
     impl, # as given to it
@@ -197,7 +199,7 @@ def _heard(args):
     if torch.compiler.is_compiling(): return True
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack(): return True
     for a in args:
-        if type(a) not in _PLAIN and isinstance(a, Tensor): return True
+        if type(a) not in _PLAIN and (isinstance(a, Tensor) or type(a) is list and any([type(x) not in _PLAIN for x in a])): return True
     return args[0].is_meta
 
 _PLAIN = Tensor, torch.nn.Parameter, type(None), float, bool, int
@@ -297,7 +299,7 @@ def l2norm(
     if x.shape[-1] > max(L2NORM_TILES): raise ValueError(f"x: expected D <= {max(L2NORM_TILES)}, got {list(x.shape)}")
     return _l2norm_op(x, eps)
 
-# %% ../nbs/03_triton.ipynb #cab22cfd
+# %% ../nbs/03_triton.ipynb #6812c55b
 def launcher(
     kernel, # a `triton.jit` function: run-time arguments first, whole numbers among them in `do_not_specialize`
     same_kind:bool=False, # every launch has the first one's dtypes, pointers at multiples of 16, 32-bit integers: nobody looks
@@ -319,7 +321,7 @@ def launcher(
         if INTERPRET: return kernel[(programs,)](*args, *constants, **fixed)
         args = real(args)
         device = torch.cuda.current_device()
-        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+        values = _values(args)
         if run := compiled.get(key := device if same_kind else (device, *_kinds(args, values))):
             if _hooked(): return run[(programs, 1, 1)](*args, *constants)
             stream = torch._C._cuda_getCurrentRawStream(device)
@@ -340,10 +342,13 @@ def launcher(
     launch.prepare = prepare
     return launch
 
+def _values(args): return [a.data_ptr() if isinstance(a, Tensor) else tuple(_values(a)) if type(a) is tuple else a for a in args]
+
 def _kinds(args, values):
     "What a compiled kernel depends on: dtypes, pointers at multiples of 16, integers of more than 31 bits."
     def kind(a, x):
         if isinstance(a, Tensor): return a.dtype, x % 16 == 0
+        if type(a) is tuple: return tuple(_kinds(a, x))
         return -2**31 <= a < 2**31 if type(a) is int else type(a)
     return [kind(a, x) for a, x in zip(args, values)]
 
@@ -352,14 +357,14 @@ def _hooked():
     hooks = triton.knobs.runtime
     return hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
 
-# %% ../nbs/03_triton.ipynb #a7a74bf1
+# %% ../nbs/03_triton.ipynb #548ec0e4
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024} # the most a program can have
 
 class Case(NamedTuple):
     "A kernel and the arguments to compile it for."
     kernel: object # the kernel, or "module:name"
-    signature: dict # argument -> "*bf16", "i32", "fp32", ...; "i32:16" is a multiple of 16
+    signature: dict # argument -> "*bf16", "i32", "fp32", ... or a tuple of such; "i32:16" is a multiple of 16
     constexprs: dict
     arch: str = "sm_90"
     num_warps: int = 4
@@ -377,7 +382,7 @@ class Usage(NamedTuple):
     shared: int # bytes per program
     hazards: int # registers of running products that are not what they should be, by `operand_hazards`; for sm_90
 
-# %% ../nbs/03_triton.ipynb #71fb1229
+# %% ../nbs/03_triton.ipynb #1deab3dd
 def _compile(case):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -385,9 +390,12 @@ def _compile(case):
     module, _, name = case.kernel.partition(":")
     fn = getattr(import_module(module), name)
     types = {a: case.signature.get(a, "constexpr") for a in fn.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t[0] == "*" or t.endswith(":16")}
+    plain = {a: t if isinstance(t, tuple) else t.partition(":")[0] for a, t in types.items()}
+    places = [((i, *j), t) for i, kind in enumerate(types.values())
+              for j, t in (zip(zip(range(len(kind))), kind) if isinstance(kind, tuple) else [((), kind)])]
+    aligned = {place: [["tt.divisibility", 16]] for place, t in places if t[0] == "*" or t.endswith(":16")}
     source = GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource
-    source = source(fn, {a: t.partition(":")[0] for a, t in types.items()}, case.constexprs, aligned)
+    source = source(fn, plain, case.constexprs, aligned)
     built = triton.compile(source, GPUTarget(*TARGETS[case.arch]), dict(case.options, num_warps=case.num_warps, num_stages=case.num_stages))
     hazards = len(operand_hazards(_machine_code(built, "nvdisasm", "-c"))) if case.arch == "sm_90" else 0
     return Usage(name, case.arch, *_resources(built), built.metadata.shared, hazards)
@@ -440,7 +448,7 @@ def operand_hazards(
                 written.add(n)
     return found
 
-# %% ../nbs/03_triton.ipynb #737d87e7
+# %% ../nbs/03_triton.ipynb #bfe9240e
 def aot_all(
     cases:list, # of `Case`
 ) -> list: # of `Usage`, in the same order
