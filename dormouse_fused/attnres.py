@@ -531,11 +531,11 @@ def fused_attnres(
     out, stats = _call(query, residuals, rms_weight, output_rms_weight, float(rms_eps), float(scale))
     return (out, stats[0].view(len(residuals), *out.shape[:-1])) if return_weights else out
 
-# %% ../nbs/30_attnres.ipynb #a846a90c
+# %% ../nbs/30_attnres.ipynb #c05b87c1
 @triton.jit(do_not_specialize=["READS", "INDEX", "N"])
-def _attnres_pull_kernel(gs, queries, rms_weights, stats, coefs, sizes, v, given, out, scale, READS, INDEX, N, D: tl.constexpr,
+def _attnres_pull_kernel(gs, queries, rms_weights, stats, alongs, backs, v, given, out, scale, READS, INDEX, N, D: tl.constexpr,
                          MOST: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Equation (9) for source INDEX; read i has room for sizes[i] sources; `given` is a gradient from elsewhere, or None."""
+    """Equation (9) for source INDEX, with a in alongs and b in backs; `given` is a gradient from elsewhere, or None."""
     n, cols = tl.program_id(0) // tl.cdiv(D, C) * R + tl.arange(0, R), tl.program_id(0) % tl.cdiv(D, C) * C + tl.arange(0, C)
     here, inside, wide = n < N, cols < D, tl.cast(N, tl.int64)
     there, at = here[:, None] & inside[None, :], n.to(tl.int64)[:, None] * D + cols[None, :]
@@ -543,8 +543,8 @@ def _attnres_pull_kernel(gs, queries, rms_weights, stats, coefs, sizes, v, given
     for i in tl.static_range(MOST):
         if i < READS:
             p = tl.load(stats[i] + INDEX * wide + n, mask=here, other=0.)
-            a = tl.load(coefs[i] + INDEX * wide + n, mask=here, other=0.)
-            b_back += tl.load(coefs[i] + (sizes[i] + INDEX) * wide + n, mask=here, other=0.)
+            a = tl.load(alongs[i] + INDEX * wide + n, mask=here, other=0.)
+            b_back += tl.load(backs[i] + INDEX * wide + n, mask=here, other=0.)
             q, w = tl.load(queries[i] + cols, mask=inside, other=0.), tl.load(rms_weights[i] + cols, mask=inside, other=0.)
             b_g = tl.load(gs[i] + at, mask=there, other=0.).to(tl.float32)
             b_dv += p[:, None] * b_g + a[:, None] * (scale * q.to(tl.float32) * w.to(tl.float32))[None, :]
@@ -557,12 +557,11 @@ def _attnres_pull_kernel(gs, queries, rms_weights, stats, coefs, sizes, v, given
 def _pull_launcher(D, most): return launcher(_attnres_pull_kernel, D=D, MOST=most, R=16, C=128)
 
 def _pull(reads, v, index, given, scale):
-    "The gradient of source `index`; `reads` are tuples (g, query, rms_weight, stats, coefs)."
+    "The gradient of source `index`; `reads` are tuples (g, query, rms_weight, p, a, b)."
     v, D = v.contiguous(), v.shape[-1]
     out, N, most = torch.empty_like(v), v.numel() // D, -(-len(reads) // 8) * 8
-    columns = [_padded(tensors, most) for tensors in zip(*reads)]
-    sizes, given = tuple([stats.shape[1] for stats in columns[3]]), None if given is None else given.contiguous()
-    _pull_launcher(D, most)(triton.cdiv(N, 16) * triton.cdiv(D, 128), *columns, sizes, v, given, out, scale, len(reads), index, N)
+    columns, given = [_padded(tensors, most) for tensors in zip(*reads)], None if given is None else given.contiguous()
+    _pull_launcher(D, most)(triton.cdiv(N, 16) * triton.cdiv(D, 128), *columns, v, given, out, scale, len(reads), index, N)
     return out
 
 # %% ../nbs/30_attnres.ipynb #62d24484
@@ -635,7 +634,7 @@ def _on(x):
     "Triton launches on the current device."
     return torch.cuda.device_of(x) if x.is_cuda and torch.cuda.device_count() > 1 else nullcontext()
 
-# %% ../nbs/30_attnres.ipynb #a7586702
+# %% ../nbs/30_attnres.ipynb #0b55c009
 class _Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx, left, index, scale, x):
@@ -666,7 +665,7 @@ class _Read(torch.autograd.Function):
         query, rms_weight, last, stats, *tensors = ctx.saved_tensors
         number, *numbers = ctx.numbers
         with _on(query): g, coefs, *grads = _read_bwd(do, query, tensors, rms_weight, last, stats, *numbers)
-        ctx.left.leave(number, len(tensors), g, query.contiguous(), rms_weight.contiguous(), stats, coefs)
+        ctx.left.leave(number, len(tensors), g, query.contiguous(), rms_weight.contiguous(), stats[0], *coefs)
         return None, None, None, None, *grads, *[None] * len(tensors)
 
 # %% ../nbs/30_attnres.ipynb #17c9bbbb
@@ -703,7 +702,7 @@ class AttnResStack(nn.Module):
         for layer, weight in zip(layers, weights): sources.append(layer(sources.read(*weight)))
         return sources.read(*weights[-1])
 
-# %% ../nbs/30_attnres.ipynb #808072b4
+# %% ../nbs/30_attnres.ipynb #bdbe24f8
 def aot_cases(
     shapes=((8, 768), (9, 4096), (3, 300)), # sources, D
 ) -> list: # of `Case`
@@ -737,5 +736,5 @@ def _aot_cases(L, D, dtype, name, nvidia):
         cases.append(case("read_bwd", sources | dict(do=x, mixed="*fp32"), fixed, warps, **more))
     cases += [case("spread", sources | dict(dresiduals=(x,) * L, g=x), dict(D=D, STEP=D, SOURCES=L, R=16, C=128)),
               case("weights", dict(dquery="*fp32", drms_weight="*fp32", doutput="*fp32", P="i32"), dict(D=D, R=128, C=16))]
-    reads = dict(gs=(x,) * 8, **{k: ("*fp32",) * 8 for k in ("queries", "rms_weights", "stats", "coefs")}, sizes=("i32",) * 8)
+    reads = dict(gs=(x,) * 8, **{k: ("*fp32",) * 8 for k in ("queries", "rms_weights", "stats", "alongs", "backs")})
     return [*cases, case("pull", reads | dict(v=x, given=x, out=x, READS="i32", INDEX="i32"), dict(D=D, MOST=8, R=16, C=128))]

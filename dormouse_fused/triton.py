@@ -299,7 +299,7 @@ def l2norm(
     if x.shape[-1] > max(L2NORM_TILES): raise ValueError(f"x: expected D <= {max(L2NORM_TILES)}, got {list(x.shape)}")
     return _l2norm_op(x, eps)
 
-# %% ../nbs/03_triton.ipynb #6812c55b
+# %% ../nbs/03_triton.ipynb #4fe76139
 def launcher(
     kernel, # a `triton.jit` function: run-time arguments first, whole numbers among them in `do_not_specialize`
     same_kind:bool=False, # every launch has the first one's dtypes, pointers at multiples of 16, 32-bit integers: nobody looks
@@ -348,7 +348,7 @@ def _kinds(args, values):
     "What a compiled kernel depends on: dtypes, pointers at multiples of 16, integers of more than 31 bits."
     def kind(a, x):
         if isinstance(a, Tensor): return a.dtype, x % 16 == 0
-        if type(a) is tuple: return tuple(_kinds(a, x))
+        if type(a) is tuple: return tuple(_kinds(a, x)), *[(n == 1, n % 16 == 0) for n in a if type(n) is int] # they are always looked at
         return -2**31 <= a < 2**31 if type(a) is int else type(a)
     return [kind(a, x) for a, x in zip(args, values)]
 

@@ -420,3 +420,12 @@ def test_launcher_takes_an_int_where_a_real_number_is_meant(monkeypatch):
         for scale in (1, 0.5, 2):
             launch(1, x, scale, 7)
         assert [(a[1], type(a[1]), a[2], type(a[2])) for a in heard] == [(float(s), float, 7, int) for s in (1, 0.5, 2)]
+
+
+def test_what_a_compiled_kernel_depends_on():
+    "Triton compiles whole numbers in a tuple in, if they are 1 or multiples of 16, whatever `do_not_specialize` says."
+    x = torch.zeros(8)
+    kinds = {tuple(dt._kinds(args, dt._values(args))) for args in (
+        [(1, 4)], [(4, 4)], [(4, 16)], [(x, x)], [(x, x[1:])], [(x.double(), x)], [4], [1 << 40], [1.0], [None])}
+    assert len(kinds) == 10
+    assert dt._kinds([(4, 5), 16], [(4, 5), 16]) == dt._kinds([(6, 7), 1], [(6, 7), 1])
