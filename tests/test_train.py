@@ -125,9 +125,10 @@ def test_causal_in_every_position(text, mixer):
             assert torch.equal(model(edited)[:, :t], full[:, :t])
 
 
-@pytest.mark.parametrize(("mixer", "optimizer"), [("gdn", "muon_plus"), *((mixer, "adamw") for mixer in MIXERS)])
-def test_one_step_costs_no_host_read(text, mixer, optimizer):
-    run = train.Run("torch", replace(SMALL, mixer=mixer, optimizer=optimizer), text, DEVICE)
+@pytest.mark.parametrize(("mixer", "optimizer", "residual"), [
+    ("gdn", "muon_plus", "add"), ("gdn", "adamw", "attnres"), *((mixer, "adamw", "add") for mixer in MIXERS)])
+def test_one_step_costs_no_host_read(text, mixer, optimizer, residual):
+    run = train.Run("torch", replace(SMALL, mixer=mixer, optimizer=optimizer, residual=residual), text, DEVICE)
     train.update(run)
     with train.HostReads() as reads:
         train.update(run)
@@ -206,7 +207,7 @@ def test_resume_is_bitwise_and_a_longer_run_starts_as_a_shorter(place, capsys, m
     capsys.readouterr()
     assert run("--checkpoint", f"{folder}/b.pt", "--steps", "4", "--resume", "--device", str(DEVICE)) == 0
     printed = capsys.readouterr().out
-    assert f"{optimizer}, mixer {mixer}, ops: torch" in printed and f"\nmixer {mixer} " in printed
+    assert f"{optimizer}, mixer {mixer}, residual add, ops: torch" in printed and f"\nmixer {mixer} " in printed
     assert dict(line.rsplit(maxsplit=1) for line in printed.splitlines() if "optimizer " in line or "skipped" in line) == {
         "optimizer": optimizer, "skipped steps": "0"}
     a, b = train.load(f"{folder}/a.pt"), train.load(f"{folder}/b.pt")
@@ -225,7 +226,7 @@ def test_an_old_checkpoint_goes_on_as_gated_deltanet_with_adamw(place, capsys):
     for name, steps in (("straight", "5"), ("old", "3")):
         assert train.main([*common, "--checkpoint", f"{folder}/{name}.pt", "--steps", steps, *SIZES]) == 0
     state = train.load(f"{folder}/old.pt")
-    assert state["config"].pop("mixer") == "gdn" and state["config"].pop("optimizer") == "adamw"
+    assert [state["config"].pop(name) for name in ("mixer", "optimizer", "residual")] == ["gdn", "adamw", "add"]
     del state["runs"]["torch"]["firewall"]
     torch.save(state, f"{folder}/old.pt")
     resume = [*common, "--device", str(DEVICE), "--checkpoint", f"{folder}/old.pt", "--steps", "5", "--resume"]
@@ -463,10 +464,10 @@ def test_a_run_that_recovers_goes_on(text, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(INTERPRET, reason="a CPU has no stream to wait for")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_no_step_waits_for_the_gpu(text, monkeypatch, optimizer):
+@pytest.mark.parametrize(("optimizer", "residual"), [*((name, "add") for name in OPTIMIZERS), ("muon_plus", "attnres")])
+def test_no_step_waits_for_the_gpu(text, monkeypatch, optimizer, residual):
     faulty(monkeypatch, lambda step: step == 3)
-    run = train.Run("dormouse", replace(TINY, optimizer=optimizer), text, DEVICE)
+    run = train.Run("dormouse", replace(TINY, optimizer=optimizer, residual=residual), text, DEVICE)
     train.update(run)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -532,6 +533,7 @@ def test_bad_options_get_one_clear_line(place, capsys, options, message):
     ("--dtype bf16", "dtype: the checkpoint was made with fp32"),
     ("--mixer kda", "mixer: the checkpoint was made with gdn, got kda"),
     ("--optimizer muon_plus", "optimizer: the checkpoint was made with adamw, got muon_plus"),
+    ("--residual attnres", "residual: the checkpoint was made with add, got attnres"),
     ("--op dormouse", "the checkpoint holds torch"),
     ("--compare dormouse", "the checkpoint holds torch"),
     ("", "step 4 is reached"),
@@ -563,3 +565,38 @@ def test_resume_refuses_damage_and_another_text(place, trained, capsys):
     with pytest.raises(SystemExit):
         train.main([*common, "--checkpoint", str(path), "--resume", "--steps", "6"])
     assert "isn't the one this checkpoint was trained on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attention_over_depth(text, dtype, tmp_path):
+    "Every read learns, nothing reads what comes later, and a run continues with the same bits."
+    config = replace(SMALL, steps=3, residual="attnres", dtype=dtype)
+    run, other = (train.Run("torch", config, text, DEVICE) for _ in range(2))
+    names = {name for name, _ in run.model.named_parameters() if "depth" in name}
+    assert names == {"depth.query", "depth.rms_weight"} and run.model.depth.query.shape == (3, 16)
+    train.fit([run], every=3, checkpoint=tmp_path / "c.pt")
+    assert run.syncs == 0 and run.losses.isfinite().all()
+    moved = run.model.depth.query.abs().amax(1) > 0
+    assert not moved[0] and moved[1:].all()  # the first read has one source, and no choice
+    with torch.no_grad(), run.autocast():
+        tokens = text.val[:12].long()[None]
+        edited = tokens.clone()
+        edited[:, 7:] = 65
+        assert torch.equal(run.model(tokens)[:, :7], run.model(edited)[:, :7])
+    train.restore(train.load(tmp_path / "c.pt"), [other])
+    assert all(map(torch.equal, run.model.parameters(), other.model.parameters()))
+
+
+def test_what_attention_over_depth_is_not_for():
+    with pytest.raises(ValueError, match="residual: expected one of add, attnres, got 'block'"):
+        replace(TINY, residual="block")
+    with pytest.raises(ValueError, match="layers: expected at most 31 with residual attnres, got 32"):
+        replace(TINY, layers=32, residual="attnres")
+
+
+def test_reads_are_no_matrices_and_do_not_decay(text):
+    for optimizer in OPTIMIZERS:
+        run = train.Run("torch", replace(SMALL, residual="attnres", optimizer=optimizer), text, DEVICE)
+        of = {id(p): group for group in run.optimizer.param_groups for p in group["params"]}
+        for p in run.model.depth.parameters():
+            assert of[id(p)]["weight_decay"] == 0 and not of[id(p)].get("use_muon", False)
