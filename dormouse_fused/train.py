@@ -294,7 +294,7 @@ class ByteLM(nn.Module):
 # %% ../nbs/90_train.ipynb #9a9c8d53
 OPTIMIZERS = ("muon_plus", "adamw")
 
-# %% ../nbs/90_train.ipynb #90d80a6e
+# %% ../nbs/90_train.ipynb #0086185d
 @dataclass(frozen=True)
 class Config:
     "What a run's losses depend on, besides the text and the op."
@@ -324,8 +324,7 @@ class Config:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if self.residual == "attnres" and self.layers > 31:
-            raise ValueError(f"layers: expected at most 31 with residual attnres, got {self.layers}")
+        if self.residual == "attnres" and self.layers > 31: raise ValueError(f"layers: expected at most 31 for attnres, got {self.layers}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr: expected a positive number, got {self.lr}")
 

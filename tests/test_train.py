@@ -590,7 +590,7 @@ def test_attention_over_depth(text, dtype, tmp_path):
 def test_what_attention_over_depth_is_not_for():
     with pytest.raises(ValueError, match="residual: expected one of add, attnres, got 'block'"):
         replace(TINY, residual="block")
-    with pytest.raises(ValueError, match="layers: expected at most 31 with residual attnres, got 32"):
+    with pytest.raises(ValueError, match="layers: expected at most 31 for attnres, got 32"):
         replace(TINY, layers=32, residual="attnres")
 
 
