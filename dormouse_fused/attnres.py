@@ -5,15 +5,14 @@
 # %% auto #0
 __all__ = ['naive_attnres', 'attnres_cost', 'stack_passes', 'fused_attnres', 'Sources', 'AttnResStack', 'aot_cases']
 
-# %% ../nbs/30_attnres.ipynb #a72fde27
+# %% ../nbs/30_attnres.ipynb #67d1488f
 import weakref
-from contextlib import nullcontext
 from functools import cache
 import torch
 from torch import Tensor, nn
 from .machine import Cost, tensor_bytes
 from .triton import FLOATS, INTERPRET, Case, cast, check_device, check_tensor, first_order, launcher
-from .triton import below_autograd, register, remembered, straight
+from .triton import below_autograd, on_its_device, register, remembered, straight
 import triton
 import triton.language as tl
 
@@ -531,7 +530,7 @@ def fused_attnres(
     out, stats = _call(query, residuals, rms_weight, output_rms_weight, float(rms_eps), float(scale))
     return (out, stats[0].view(len(residuals), *out.shape[:-1])) if return_weights else out
 
-# %% ../nbs/30_attnres.ipynb #c05b87c1
+# %% ../nbs/30_attnres.ipynb #2e38110a
 @triton.jit(do_not_specialize=["READS", "INDEX", "N"])
 def _attnres_pull_kernel(gs, queries, rms_weights, stats, alongs, backs, v, given, out, scale, READS, INDEX, N, D: tl.constexpr,
                          MOST: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
@@ -556,8 +555,8 @@ def _attnres_pull_kernel(gs, queries, rms_weights, stats, alongs, backs, v, give
 @cache
 def _pull_launcher(D, most): return launcher(_attnres_pull_kernel, D=D, MOST=most, R=16, C=128)
 
-def _pull(reads, v, index, given, scale):
-    "The gradient of source `index`; `reads` are tuples (g, query, rms_weight, p, a, b)."
+def _pull(v, reads, index, given, scale):
+    "The gradient of source `index`, which is v; `reads` are tuples (g, query, rms_weight, p, a, b)."
     v, D = v.contiguous(), v.shape[-1]
     out, N, most = torch.empty_like(v), v.numel() // D, -(-len(reads) // 8) * 8
     columns, given = [_padded(tensors, most) for tensors in zip(*reads)], None if given is None else given.contiguous()
@@ -629,12 +628,9 @@ class Sources:
         query = query.flatten() if query.dim() == 2 else query
         return _Read.apply(self._left, self._reads, self.eps, self.scale, query, rms_weight, output_rms_weight, *self.tensors)
 
-# %% ../nbs/30_attnres.ipynb #c1596a22
-def _on(x):
-    "Triton launches on the current device."
-    return torch.cuda.device_of(x) if x.is_cuda and torch.cuda.device_count() > 1 else nullcontext()
+# %% ../nbs/30_attnres.ipynb #21b178a4
+_read_fwd, _read_back, _pulled = map(on_its_device, (_fwd, _read_bwd, _pull))
 
-# %% ../nbs/30_attnres.ipynb #0b55c009
 class _Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx, left, index, scale, x):
@@ -647,14 +643,13 @@ class _Source(torch.autograd.Function):
     @first_order
     def backward(ctx, given):
         reads = ctx.left.of(ctx.index)
-        (v,) = ctx.saved_tensors
-        with _on(v): return None, None, None, _pull(reads, v, ctx.index, given, ctx.scale) if reads else given
+        return None, None, None, _pulled(*ctx.saved_tensors, reads, ctx.index, given, ctx.scale) if reads else given
 
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, left, number, eps, scale, query, rms_weight, output_rms_weight, *tensors):
         room = len(tensors) if len(tensors) <= 4 else -(-len(tensors) // 4) * 4
-        with _on(query): out, stats = _fwd(query, list(tensors), rms_weight, output_rms_weight, eps, scale, room)
+        out, stats = _read_fwd(query, list(tensors), rms_weight, output_rms_weight, eps, scale, room)
         ctx.left, ctx.numbers = left, (number, eps, scale)
         ctx.save_for_backward(query, rms_weight, output_rms_weight, stats, *tensors)
         return out
@@ -664,7 +659,7 @@ class _Read(torch.autograd.Function):
     def backward(ctx, do):
         query, rms_weight, last, stats, *tensors = ctx.saved_tensors
         number, *numbers = ctx.numbers
-        with _on(query): g, coefs, *grads = _read_bwd(do, query, tensors, rms_weight, last, stats, *numbers)
+        g, coefs, *grads = _read_back(do, query, tensors, rms_weight, last, stats, *numbers)
         ctx.left.leave(number, len(tensors), g, query.contiguous(), rms_weight.contiguous(), stats[0], *coefs)
         return None, None, None, None, *grads, *[None] * len(tensors)
 

@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['SKIP', 'RULES', 'OPS', 'MIXERS', 'RESIDUALS', 'OPTIMIZERS', 'PATIENCE', 'TUNABLE', 'source_files', 'Text',
            'text_from_bytes', 'read_text', 'Windows', 'patch_once', 'without_autocast', 'mixing_op', 'ShortConv',
-           'GatedNorm', 'Mixer', 'bottleneck', 'KDAMixer', 'GDN2Mixer', 'Block', 'attnres_stack', 'ByteLM', 'Config',
-           'default_config', 'learning_rate', 'make_optimizer', 'Run', 'update', 'HostReads', 'counted_update', 'save',
-           'load', 'restore', 'Stop', 'block', 'own_bytes', 'Bar', 'fit', 'bits_per_byte', 'summary', 'print_table',
-           'draw_losses', 'make_parser', 'pick_device', 'pick_ops', 'writable', 'resumed', 'set_up', 'describe', 'main',
-           'finish']
+           'GatedNorm', 'Mixer', 'bottleneck', 'KDAMixer', 'GDN2Mixer', 'Block', 'ByteLM', 'Config', 'default_config',
+           'learning_rate', 'make_optimizer', 'Run', 'update', 'HostReads', 'counted_update', 'save', 'load', 'restore',
+           'Stop', 'block', 'own_bytes', 'Bar', 'fit', 'bits_per_byte', 'summary', 'print_table', 'draw_losses',
+           'make_parser', 'pick_device', 'pick_ops', 'writable', 'resumed', 'set_up', 'describe', 'main', 'finish']
 
 # %% ../nbs/90_train.ipynb #5b6ff2bf
 import argparse, functools, hashlib, importlib.util, math, os, pickle, resource
@@ -255,14 +254,9 @@ class Block(nn.Module):
         gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
-# %% ../nbs/90_train.ipynb #02085047
+# %% ../nbs/90_train.ipynb #84023e88
 RESIDUALS = ("add", "attnres")
 
-def attnres_stack(dim, layers):
-    from dormouse_fused.attnres import AttnResStack
-    return AttnResStack(dim, layers)
-
-# %% ../nbs/90_train.ipynb #8a90edf0
 class ByteLM(nn.Module):
     "A causal language model over bytes."
 
@@ -270,7 +264,10 @@ class ByteLM(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(256, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, op, mixer) for _ in range(layers))
-        self.depth = None if residual == "add" else attnres_stack(dim, 2 * layers)
+        self.depth = None
+        if residual == "attnres":
+            from dormouse_fused.attnres import AttnResStack
+            self.depth = AttnResStack(dim, 2 * layers)
         self.norm = nn.RMSNorm(dim, eps=1e-5)
         nn.init.normal_(self.embed.weight, std=0.02)
         for block in self.blocks:

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['INTERPRET', 'INTERPRETED', 'L2NORM_TILES', 'FLOATS', 'TARGETS', 'SHARED_BYTES', 'dot', 'cast', 'fp32_precision',
            'naive_l2norm', 'naive_l2norm_bwd', 'l2norm_cost', 'l2norm_tile', 'l2norm_bwd_tile', 'register',
-           'below_autograd', 'straight', 'first_order', 'check_tensor', 'check_device', 'remembered', 'l2norm',
-           'launcher', 'Case', 'Usage', 'operand_hazards', 'aot_all', 'aot', 'for_targets', 'aot_cases', 'assert_async']
+           'below_autograd', 'on_its_device', 'straight', 'first_order', 'check_tensor', 'check_device', 'remembered',
+           'l2norm', 'launcher', 'Case', 'Usage', 'operand_hazards', 'aot_all', 'aot', 'for_targets', 'aot_cases',
+           'assert_async']
 
 # %% ../nbs/03_triton.ipynb #02bb6af2
 import os, pickle, re, subprocess, sys, tempfile
@@ -135,7 +136,7 @@ def _l2norm_bwd_kernel(dy, x, dx, eps, N, D: tl.constexpr, ROWS: tl.constexpr, B
 
 def _l2norm_bwd(dy, x, eps): return _launch_l2norm(_l2norm_bwd_kernel, dy, x, eps=eps)
 
-# %% ../nbs/03_triton.ipynb #2ffdcd2b
+# %% ../nbs/03_triton.ipynb #ab4b842c
 _libs = {}
 
 def register(
@@ -150,13 +151,13 @@ def register(
     lib = _libs[space, name] = torch.library.Library(space, "FRAGMENT")
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(name, impl, "CPU")
-    lib.impl(name, _on_its_device(impl) if torch.cuda.device_count() > 1 else impl, "CUDA")
+    lib.impl(name, on_its_device(impl), "CUDA")
     torch.library.register_fake(f"{space}::{name}", fake, lib=lib)
     op = getattr(getattr(torch.ops, space), name).default
     lib.impl(name, _differentiable(op, autograd) if autograd else torch.library.fallthrough_kernel, "Autograd")
     return op
 
-# %% ../nbs/03_triton.ipynb #4c06af87
+# %% ../nbs/03_triton.ipynb #05d13083
 def _differentiable(op, autograd):
     def call(*args):
         if _needs_gradient(args): return autograd.apply(*args)
@@ -175,20 +176,24 @@ def below_autograd(op, *args):
     "Call an operator's implementation from its own `torch.autograd.Function`."
     with torch._C._AutoDispatchBelowAutograd(): return op(*args)
 
-def _on_its_device(impl):
+def on_its_device(
+    impl, # launches kernels; its first argument is a tensor
+): # the same, on that tensor's device: Triton launches on the current one
+    "Where there is more than one GPU, make the first argument's the current one for a call."
+    if torch.cuda.device_count() < 2: return impl
     @wraps(impl)
     def guarded(first, *rest):
         with torch.cuda.device_of(first): return impl(first, *rest)
     return guarded
 
-# %% ../nbs/03_triton.ipynb #053cbdb2
+# %% ../nbs/03_triton.ipynb #aa24e981
 def straight(
     op, # from `register`
     impl, # as given to it
     autograd=None, # as given to it
 ): # the operator, to be called with positional arguments
     "An operator's implementation without PyTorch's dispatcher, or the operator where somebody listens there."
-    if torch.cuda.device_count() > 1: impl = _on_its_device(impl)
+    impl = on_its_device(impl)
     def call(*args):
         if _heard(args): return op(*args)
         if autograd and _needs_gradient(args): return autograd.apply(*args)
@@ -382,7 +387,7 @@ class Usage(NamedTuple):
     shared: int # bytes per program
     hazards: int # registers of running products that are not what they should be, by `operand_hazards`; for sm_90
 
-# %% ../nbs/03_triton.ipynb #1deab3dd
+# %% ../nbs/03_triton.ipynb #37af83e1
 def _compile(case):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -391,9 +396,9 @@ def _compile(case):
     fn = getattr(import_module(module), name)
     types = {a: case.signature.get(a, "constexpr") for a in fn.arg_names}
     plain = {a: t if isinstance(t, tuple) else t.partition(":")[0] for a, t in types.items()}
-    places = [((i, *j), t) for i, kind in enumerate(types.values())
-              for j, t in (zip(zip(range(len(kind))), kind) if isinstance(kind, tuple) else [((), kind)])]
-    aligned = {place: [["tt.divisibility", 16]] for place, t in places if t[0] == "*" or t.endswith(":16")}
+    places = {}
+    for i, kind in enumerate(types.values()): places |= {(i, j): t for j, t in enumerate(kind)} if isinstance(kind, tuple) else {(i,): kind}
+    aligned = {place: [["tt.divisibility", 16]] for place, t in places.items() if t[0] == "*" or t.endswith(":16")}
     source = GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource
     source = source(fn, plain, case.constexprs, aligned)
     built = triton.compile(source, GPUTarget(*TARGETS[case.arch]), dict(case.options, num_warps=case.num_warps, num_stages=case.num_stages))

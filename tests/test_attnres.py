@@ -1186,12 +1186,17 @@ def stack_step(x, do):
 STEPS = dict(op=(op_step, problem), stack=(stack_step, layers))
 
 
+def prepared(which):
+    "A step, what makes its arguments, and both of them."
+    step, make = STEPS[which]
+    x = {n: t.requires_grad_() for n, t in make().items()}
+    return step, make, x, randn(*next(t for t in x.values() if t.dim() > 1).shape, seed=98)
+
+
 @GPU
 @pytest.mark.parametrize("which", STEPS)
 def test_captured(which):
-    step, make = STEPS[which]
-    x = {n: t.requires_grad_() for n, t in make().items()}
-    do = randn(*next(t for t in x.values() if t.dim() > 1).shape, seed=98)
+    step, make, x, do = prepared(which)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -1210,9 +1215,7 @@ def test_captured(which):
 @GPU
 @pytest.mark.parametrize("which", STEPS)
 def test_the_host_never_waits(which):
-    step, make = STEPS[which]
-    x = {n: t.requires_grad_() for n, t in make().items()}
-    do = randn(*next(t for t in x.values() if t.dim() > 1).shape, seed=98)
+    step, _, x, do = prepared(which)
     step(x, do)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -1279,8 +1282,6 @@ def test_the_cpu_is_refused():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("which", STEPS)
 def test_another_device_than_the_current_one(which):
-    step, make = STEPS[which]
-    x = {n: t.requires_grad_() for n, t in make().items()}
-    do = randn(*next(t for t in x.values() if t.dim() > 1).shape, seed=98)
+    step, _, x, do = prepared(which)
     there = {n: t.detach().to("cuda:1").requires_grad_() for n, t in x.items()}
     assert same_bits([t.to(DEVICE) for t in step(there, do.to("cuda:1"))], [*step(x, do)])
