@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['naive_attnres', 'attnres_cost', 'stack_passes', 'fused_attnres', 'Sources', 'AttnResStack', 'aot_cases']
 
-# %% ../nbs/30_attnres.ipynb #67d1488f
+# %% ../nbs/30_attnres.ipynb #d6ced5a9
 import weakref
 from functools import cache
 import torch
 from torch import Tensor, nn
+from .attnres_mma import mma_launcher, runs_here
 from .machine import Cost, tensor_bytes
 from .triton import FLOATS, INTERPRET, Case, cast, check_device, check_tensor, first_order, launcher
 from .triton import below_autograd, on_its_device, register, remembered, straight
@@ -80,7 +81,7 @@ def _zeros(D: tl.constexpr, W: tl.constexpr):
         out = out + (tl.zeros([1, W], tl.float32),)
     return out
 
-# %% ../nbs/30_attnres.ipynb #bff4576c
+# %% ../nbs/30_attnres.ipynb #706a2f36
 @triton.jit
 def _dot(a, b):
     "Products of two rows, added piece by piece: [1, W]."
@@ -113,18 +114,40 @@ def _plus(y, a, x):
     return out
 
 @triton.jit
-def _add8(a, b, c, d, e, f, g, h, A, B, C, D, E, F, G, H): return a + A, b + B, c + C, d + D, e + E, f + F, g + G, h + H
+def _add2(a, b, A, B): return a + A, b + B
 
 @triton.jit
+def _add4(a, b, c, d, A, B, C, D): return a + A, b + B, c + C, d + D
+
+@triton.jit
+def _add6(a, b, c, d, e, f, A, B, C, D, E, F): return a + A, b + B, c + C, d + D, e + E, f + F
+
+@triton.jit
+def _add8(a, b, c, d, e, f, g, h, A, B, C, D, E, F, G, H): return a + A, b + B, c + C, d + D, e + E, f + F, g + G, h + H
+
+# %% ../nbs/30_attnres.ipynb #3fbdc4bb
+@triton.jit
 def _sums(x, EIGHT: tl.constexpr):
-    "The sums [1, 1] of tensors [1, W]."
+    "The sums [1, 1] of tensors [1, W]; EIGHT: up to as many at a time."
     out = ()
     if EIGHT:
         for k in tl.static_range(0, len(x), 8):
             y = ()
             for i in tl.static_range(8):
-                y = y + (x[k + i] if k + i < len(x) else tl.zeros_like(x[0]),)
-            y = tl.reduce(y, 1, _add8, keep_dims=True)
+                if k + i < len(x):
+                    y = y + (x[k + i],)
+            if len(y) > 1 and len(y) % 2 == 1:
+                y = y + (tl.zeros_like(x[0]),)
+            if len(y) == 8:
+                y = tl.reduce(y, 1, _add8, keep_dims=True)
+            elif len(y) == 6:
+                y = tl.reduce(y, 1, _add6, keep_dims=True)
+            elif len(y) == 4:
+                y = tl.reduce(y, 1, _add4, keep_dims=True)
+            elif len(y) == 2:
+                y = tl.reduce(y, 1, _add2, keep_dims=True)
+            else:
+                y = (tl.sum(y[0], 1, keep_dims=True),)
             for i in tl.static_range(8):
                 if k + i < len(x):
                     out = out + (y[i],)
@@ -153,7 +176,40 @@ def _query(query, rms_weight, scale, D: tl.constexpr, W: tl.constexpr):
     "c q ⊙ w, in pieces."
     return _times(scale, _mul(_row(query, 0, None, D, W), _row(rms_weight, 0, None, D, W)))
 
-# %% ../nbs/30_attnres.ipynb #88c99169
+# %% ../nbs/30_attnres.ipynb #3b67bc49
+@triton.jit
+def _some_rows(residuals, at, first: tl.constexpr, BATCH: tl.constexpr, L, D: tl.constexpr, W: tl.constexpr, EXACT: tl.constexpr):
+    "Rows of at most BATCH sources."
+    rows = ()
+    for k in tl.static_range(first, first + BATCH):
+        if k < len(residuals):
+            rows = rows + (_row(residuals[k], at, None if EXACT else k < L, D, W),)
+    return rows
+
+@triton.jit
+def _merge(b_o, b_s, b_r, top, total, residuals, at, first: tl.constexpr, BATCH: tl.constexpr, lanes, qw, eps, zero, L,
+           D: tl.constexpr, W: tl.constexpr, EXACT: tl.constexpr, EIGHT: tl.constexpr, OPAQUE: tl.constexpr):
+    "Equation (4): BATCH sources from `first` on into the unfinished output, scores, inverse norms, maximum and sum."
+    rows, parts, scores, higher = _some_rows(residuals, at, first, BATCH, L, D, W, EXACT), (), (), top
+    for k in tl.static_range(len(rows)):
+        parts = parts + (_dot(rows[k], rows[k]), _dot(rows[k], qw))
+    parts = _sums(parts, EIGHT)
+    for k in tl.static_range(len(rows)):
+        rstd = tl.rsqrt(parts[2 * k] / D + eps)
+        score = tl.fma(parts[2 * k + 1], rstd, 0.)  # (1), rounded: a product would be fused with what is subtracted from it below
+        if not EXACT:
+            score, rstd = tl.where(first + k < L, score, float("-inf")), tl.where(first + k < L, rstd, 0.)
+        higher, scores = tl.maximum(higher, score), scores + (score,)
+        b_s, b_r = tl.where(lanes == first + k, score, b_s), tl.where(lanes == first + k, rstd, b_r)
+    if first > 0:
+        fade = tl.exp(top - higher)
+        b_o, total = _times(fade, b_o), total * fade
+    for k in tl.static_range(len(rows)):
+        weight = tl.exp(scores[k] - higher)
+        b_o, total = _plus(b_o, weight, _again(rows[k], zero, OPAQUE)), total + weight
+    return b_o, b_s, b_r, higher, total
+
+# %% ../nbs/30_attnres.ipynb #5c4ed8c2
 @triton.jit(do_not_specialize=["N", "L", "zero"])
 def _attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out, stats, eps, scale, N, L, zero, D: tl.constexpr,
                         STEP: tl.constexpr, W: tl.constexpr, SOURCES: tl.constexpr, LANES: tl.constexpr, BATCH: tl.constexpr,
@@ -165,29 +221,11 @@ def _attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out, st
         b_o, b_s, b_r = _zeros(D, W), tl.zeros([1, LANES], tl.float32), tl.zeros([1, LANES], tl.float32)
         top, total = tl.full([1, 1], float("-inf"), tl.float32), tl.zeros([1, 1], tl.float32)
         for first in tl.static_range(0, SOURCES, BATCH):
-            rows, parts, scores = (), (), ()
-            for k in tl.static_range(first, first + BATCH):
-                if k < SOURCES:
-                    rows = rows + (_row(residuals[k], n * STEP, None if EXACT else k < L, D, W),)
-            for k in tl.static_range(len(rows)):
-                parts = parts + (_dot(rows[k], rows[k]), _dot(rows[k], qw))
-            parts, higher = _sums(parts, EIGHT), top
-            for k in tl.static_range(len(rows)):
-                rstd = tl.rsqrt(parts[2 * k] / D + eps)
-                score = parts[2 * k + 1] * rstd  # (1)
-                if not EXACT:
-                    score, rstd = tl.where(first + k < L, score, float("-inf")), tl.where(first + k < L, rstd, 0.)
-                higher, scores = tl.maximum(higher, score), scores + (score,)
-                b_s, b_r = tl.where(lanes == first + k, score, b_s), tl.where(lanes == first + k, rstd, b_r)
-            if first > 0:
-                fade = tl.exp(top - higher)
-                b_o, total = _times(fade, b_o), total * fade  # (4)
-            for k in tl.static_range(len(rows)):
-                weight = tl.exp(scores[k] - higher)
-                b_o, total = _plus(b_o, weight, _again(rows[k], zero, OPAQUE)), total + weight
-            top = higher
+            if first == 0 or first < L:  # a branch keeps the compiler from looking at all batches at once
+                b_o, b_s, b_r, top, total = _merge(b_o, b_s, b_r, top, total, residuals, n * STEP, first, BATCH, lanes, qw, eps, zero, L,
+                                                   D, W, EXACT, EIGHT, OPAQUE)
         factor, at = 1. / total, stats + lanes * wide + n
-        tl.store(at, tl.exp(b_s - top) * factor, mask=lanes < SOURCES)  # (2)
+        tl.store(at, tl.where(lanes < L, tl.exp(b_s - top) * factor, 0.), mask=lanes < SOURCES)  # (2)
         tl.store(at + SOURCES * wide, b_s, mask=lanes < SOURCES)
         tl.store(at + 2 * SOURCES * wide, b_r, mask=lanes < SOURCES)
         b_o = _times(factor, b_o)
@@ -196,7 +234,7 @@ def _attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out, st
             b_o = _mul(_times(rstd, b_o), _row(output_rms_weight, 0, None, D, W))  # (3)
         _put_row(out, n * D, b_o, D, W)
 
-# %% ../nbs/30_attnres.ipynb #bb426bf9
+# %% ../nbs/30_attnres.ipynb #8219e38c
 _RESIDENT, _SHARED = 384, 200 << 10 # bytes: of sources in a thread's registers, of rows ahead in shared memory
 
 @cache
@@ -207,12 +245,14 @@ def _warps(D): return next((w for w, most in ((1, 1024), (4, 2048), (8, 4096)) i
 def _fits(L, D, size, warps): return L * D * size <= _RESIDENT * 32 * warps
 
 def _batch(L, D, dtype, share): # sources that take no more than a share of what a thread may hold
-    return min(L, max(1, _RESIDENT * 32 * _warps(D) // (share * D * dtype.itemsize)))
+    return min(L, 8, max(1, _RESIDENT * 32 * _warps(D) // (share * D * dtype.itemsize)))
+
+def _fwd_batch(L, D, dtype): return L if L <= 16 and _fits(L, D, dtype.itemsize, _warps(D)) else _batch(L, D, dtype, 2)
 
 @cache
 def _fwd_launcher(D, step, dtype, L, exact):
     warps, size = _warps(D), dtype.itemsize
-    batch = L if _fits(L, D, size, warps) else _batch(L, D, dtype, 2)
+    batch = _fwd_batch(L, D, dtype)
     ahead = 2 if batch == L and 2 * L * D * size <= (_SHARED if warps > 1 else 24 << 10) else 0
     return launcher(_attnres_fwd_kernel, **_shape(D, warps), STEP=step, SOURCES=L, LANES=triton.next_power_of_2(L), BATCH=batch,
                     EXACT=exact, EIGHT=warps > 1, OPAQUE=_opaque(dtype), STAGES=1 + ahead, num_warps=warps)
@@ -221,14 +261,18 @@ def _shape(D, warps): return dict(D=D, W=min(256 * warps, max(16, triton.next_po
 
 def _opaque(dtype): return dtype is torch.bfloat16 and not INTERPRET and not torch.version.hip
 
-def _programs(N, D, device, a_multiprocessor=8):
-    "So many that each has equally many tokens."
-    most = _multiprocessors(device) * (a_multiprocessor if _warps(D) == 1 else 1)
+# %% ../nbs/30_attnres.ipynb #6d531116
+def _programs(N, D, device, of_one_warp=8, of_four=3, of_more=1):
+    "So many that each has equally many tokens; of how many a multiprocessor holds."
+    most = _multiprocessors(device) * {1: of_one_warp, 4: of_four}.get(_warps(D), of_more)
     return triton.cdiv(N, triton.cdiv(N, most))
+
+def _fwd_programs(N, L, D, x): # one for each token where its sources come in batches
+    return N if _fwd_batch(L, D, x.dtype) < L else _programs(N, D, x.device)
 
 def _padded(tensors, count): return (*tensors, *[tensors[0]] * (count - len(tensors)))
 
-# %% ../nbs/30_attnres.ipynb #82ad734e
+# %% ../nbs/30_attnres.ipynb #7155aaa7
 def _step(x):
     "How far apart rows [D] of x are, if that is one number and the rows are contiguous; else None."
     if x.is_contiguous(): return x.shape[-1]
@@ -254,14 +298,16 @@ def _fwd(query, residuals, rms_weight, output_rms_weight, eps, scale, sources=No
     if N:
         residuals, step = _in_place(residuals)
         last = output_rms_weight if output_rms_weight is None else output_rms_weight.contiguous()
-        _fwd_launcher(D, step, x.dtype, sources, sources == L)(
-            _programs(N, D, x.device), _padded(residuals, sources), query.contiguous(), rms_weight.contiguous(), last, out, stats,
-            eps, scale, N, L, 0)
+        args = _padded(residuals, sources), query.contiguous(), rms_weight.contiguous(), last, out, stats, eps, scale, N, L
+        if runs_here(residuals, step) and (fast := mma_launcher(sources, D, step, False, x.device.index)):
+            programs, launch = fast
+            launch(min(N, programs), *args)
+        else: _fwd_launcher(D, step, x.dtype, sources, sources == L)(_fwd_programs(N, sources, D, x), *args, 0)
     return out, stats
 
-# %% ../nbs/30_attnres.ipynb #8591777d
+# %% ../nbs/30_attnres.ipynb #88690516
 @triton.jit(do_not_specialize=["N", "L", "zero"])
-def _attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, partial, scale, N, L, zero, D: tl.constexpr,
+def _attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, coefs, partial, scale, N, L, zero, D: tl.constexpr,
                         STEP: tl.constexpr, W: tl.constexpr, SOURCES: tl.constexpr, EIGHT: tl.constexpr,
                         OPAQUE: tl.constexpr, STAGES: tl.constexpr):
     """Equations (5) to (7); partial [1, programs, D] gets each program's share of u / c."""
@@ -277,19 +323,21 @@ def _attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, par
             p, s, r = p + (tl.load(at),), s + (tl.load(at + SOURCES * wide),), r + (tl.load(at + 2 * SOURCES * wide),)
         for k in tl.static_range(SOURCES):
             parts = parts + (_dot(rows[k], b_g),)
-        parts, delta = _sums(parts, EIGHT), tl.zeros([1, 1], tl.float32)
+        parts, delta, rest = _sums(parts, EIGHT), tl.zeros([1, 1], tl.float32), tl.zeros([1, 1], tl.float32)
         for k in tl.static_range(SOURCES):
             delta += p[k] * parts[k]
         for k in tl.static_range(SOURCES):
+            rest += p[k] * (parts[k] - delta)
+        for k in tl.static_range(SOURCES):
             if k < L:  # always: a branch keeps the compiler from holding all sources' results at once
                 b_v = _again(rows[k], zero, OPAQUE)
-                a = p[k] * (parts[k] - delta) * r[k]  # (5)
+                a = p[k] * (parts[k] - delta - rest) * r[k]  # (5)
                 b_dv = _plus(_plus(_times(p[k], b_g), a, qw), -(a * s[k] * r[k] / D), b_v)  # (6)
                 _put_row(dresiduals[k], n * D, b_dv, D, W)
                 b_u = _plus(b_u, a, b_v)
     _put_row(partial, tl.program_id(0) * D, b_u, D, W)  # (7)
 
-# %% ../nbs/30_attnres.ipynb #905cf9b6
+# %% ../nbs/30_attnres.ipynb #d4268e43
 @triton.jit(do_not_specialize=["P"])
 def _attnres_weights_kernel(partial, query, rms_weight, dquery, drms_weight, doutput, scale, P, D: tl.constexpr, R: tl.constexpr,
                             C: tl.constexpr):
@@ -311,15 +359,15 @@ def _attnres_weights_kernel(partial, query, rms_weight, dquery, drms_weight, dou
         tl.store(doutput + cols, cast(tl.sum(last, 0), doutput.dtype.element_ty), mask=inside)
 
 @cache
-def _weights_launcher(D): return launcher(_attnres_weights_kernel, D=D, R=128, C=16)
+def _weights_launcher(D, rows): return launcher(_attnres_weights_kernel, D=D, R=rows, C=16)
 
 def _weights(partial, query, rms_weight, output_rms_weight, scale):
     "Gradients of the query, the norm's weight and the output norm's, from the programs' shares."
     dquery, dweight = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, rms_weight))
     doutput = None if output_rms_weight is None else torch.empty_like(output_rms_weight, memory_format=torch.contiguous_format)
-    D = partial.shape[-1]
-    _weights_launcher(D)(triton.cdiv(D, 16), partial, query.contiguous(), rms_weight.contiguous(), dquery, dweight, doutput, scale,
-                         partial.shape[1])
+    P, D = partial.shape[1:]
+    launch = _weights_launcher(D, 128 if P <= 128 or doutput is not None else 512)
+    launch(triton.cdiv(D, 16), partial, query.contiguous(), rms_weight.contiguous(), dquery, dweight, doutput, scale, P)
     return dquery, dweight, doutput
 
 # %% ../nbs/30_attnres.ipynb #300db81b
@@ -394,7 +442,7 @@ def _attnres_spread_kernel(residuals, dresiduals, g, query, rms_weight, stats, c
         b_dv = p[:, None] * b_g + a[:, None] * (scale * qw)[None, :] - b[:, None] * b_v
         tl.store(dresiduals[k] + rows * D + cols[None, :], cast(b_dv, dresiduals[k].dtype.element_ty), mask=there)
 
-# %% ../nbs/30_attnres.ipynb #2db4d688
+# %% ../nbs/30_attnres.ipynb #1066cda0
 @cache
 def _bwd_launcher(D, step, dtype, L):
     warps = _warps(D)
@@ -412,39 +460,49 @@ def _read_bwd_launcher(D, step, dtype, L, exact, norm):
 @cache
 def _spread_launcher(D, step, L): return launcher(_attnres_spread_kernel, D=D, STEP=step, SOURCES=L, R=16, C=128)
 
-def _shares(N, D, output_rms_weight, device, a_multiprocessor):
-    "How many programs, and where they put their shares of `_weights`."
-    P = _programs(N, D, device, a_multiprocessor)
-    return P, torch.empty(1 if output_rms_weight is None else 2, P, D, dtype=torch.float32, device=device)
+def _bwd_at_once(L, N, D, tensors, step):
+    "Programs and launcher of a kernel that holds all sources and the gradient, or None."
+    x = tensors[0]
+    if runs_here(tensors, step) and (fast := mma_launcher(L, D, step, True, x.device.index)): return min(N, fast[0]), fast[1]
+    if not _fits(L, D, x.itemsize, _warps(D)): return None
+    launch = _bwd_launcher(D, step, x.dtype, L)
+    return _programs(N, D, x.device, 4, 1), lambda P, *args: launch(P, *args, 0)
 
+# %% ../nbs/30_attnres.ipynb #2b88f527
 def _read_bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, scale):
     "g of (8), coefs, and the gradients of query, rms_weight and output_rms_weight."
     (_, sources, N), D, L = stats.shape, do.shape[-1], len(residuals)
     (residuals, step), do = _in_place(residuals), do.contiguous()
     last = output_rms_weight if output_rms_weight is None else output_rms_weight.contiguous()
-    P, partial = _shares(N, D, last, do.device, 8)
     coefs, mixed = stats.new_empty(2, sources, N), do if last is None else stats.new_empty(do.shape)
-    _read_bwd_launcher(D, step, do.dtype, sources, sources == L, last is not None)(
-        P, _padded(residuals, sources), do, mixed, last, stats, coefs, partial, eps, N, L, 0)
+    fast = last is None and runs_here([*residuals, do], step) and mma_launcher(sources, D, step, True, do.device.index)
+    P = min(N, fast[0]) if fast else _programs(N, D, do.device)
+    partial, padded = stats.new_empty(1 if last is None else 2, P, D), _padded(residuals, sources)
+    if fast: fast[1](P, padded, None, do, query.contiguous(), rms_weight.contiguous(), stats, coefs, partial, scale, N, L)
+    else:
+        launch = _read_bwd_launcher(D, step, do.dtype, sources, sources == L, last is not None)
+        launch(P, padded, do, mixed, last, stats, coefs, partial, eps, N, L, 0)
     return mixed, coefs, *_weights(partial, query, rms_weight, last, scale)
 
-# %% ../nbs/30_attnres.ipynb #b4d98dc7
+# %% ../nbs/30_attnres.ipynb #6d12b7fa
 def _bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, scale):
     "Gradients of query, rms_weight, output_rms_weight if there is one, and of every source."
-    L, D, x = len(residuals), do.shape[-1], residuals[0]
+    L, D = len(residuals), do.shape[-1]
     N, dresiduals = do.numel() // D, [r.new_empty(r.shape) for r in residuals]
     if not N:
         weights = [None if w is None else torch.zeros_like(w) for w in (query, rms_weight, output_rms_weight)]
-    elif output_rms_weight is None and _fits(L, D, x.itemsize, _warps(D)):
-        (residuals, step), (P, partial) = _in_place(residuals), _shares(N, D, None, do.device, 4)
-        _bwd_launcher(D, step, x.dtype, L)(P, tuple(residuals), tuple(dresiduals), do.contiguous(), query.contiguous(),
-                                           rms_weight.contiguous(), stats, partial, scale, N, L, 0)
+        return [*(w for w in weights if w is not None), *dresiduals]
+    (residuals, step), do, weights = _in_place(residuals), do.contiguous(), (query.contiguous(), rms_weight.contiguous())
+    if output_rms_weight is None and (at_once := _bwd_at_once(L, N, D, [*residuals, do], step)):
+        P, launch = at_once
+        partial = stats.new_empty(1, P, D)
+        launch(P, tuple(residuals), tuple(dresiduals), do, *weights, stats, None, partial, scale, N, L)
         weights = _weights(partial, query, rms_weight, None, scale)
     else:
-        g, coefs, *weights = _read_bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, scale)
-        residuals, step = _in_place(residuals)
-        _spread_launcher(D, step, L)(triton.cdiv(N, 16) * triton.cdiv(D, 128), tuple(residuals), tuple(dresiduals), g, query.contiguous(),
-                                     rms_weight.contiguous(), stats, coefs, scale, N)
+        g, coefs, *grads = _read_bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, scale)
+        _spread_launcher(D, step, L)(triton.cdiv(N, 16) * triton.cdiv(D, 128), tuple(residuals), tuple(dresiduals), g, *weights,
+                                     stats, coefs, scale, N)
+        weights = grads
     return [*(w for w in weights if w is not None), *dresiduals]
 
 # %% ../nbs/30_attnres.ipynb #46e72122
@@ -460,7 +518,7 @@ _bwd_op = register("attnres_bwd(Tensor do, Tensor query, Tensor[] residuals, Ten
                    " float rms_eps, float scale) -> Tensor[]", _bwd, _bwd_fake)
 _call_bwd = straight(_bwd_op, _bwd)
 
-# %% ../nbs/30_attnres.ipynb #97add7d7
+# %% ../nbs/30_attnres.ipynb #21571d65
 class _AttnRes(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, rms_weight, output_rms_weight, eps, scale, *residuals):
@@ -468,6 +526,7 @@ class _AttnRes(torch.autograd.Function):
         ctx.save_for_backward(query, rms_weight, output_rms_weight, stats, *residuals)
         ctx.numbers = eps, scale
         ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
         return out, stats
 
     @staticmethod
@@ -697,7 +756,7 @@ class AttnResStack(nn.Module):
         for layer, weight in zip(layers, weights): sources.append(layer(sources.read(*weight)))
         return sources.read(*weights[-1])
 
-# %% ../nbs/30_attnres.ipynb #bdbe24f8
+# %% ../nbs/30_attnres.ipynb #501e7f54
 def aot_cases(
     shapes=((8, 768), (9, 4096), (3, 300)), # sources, D
 ) -> list: # of `Case`
@@ -722,7 +781,7 @@ def _aot_cases(L, D, dtype, name, nvidia):
         return Case(f"{module}:_attnres_{kernel}_kernel", given, fixed | missing, num_warps=num_warps)
     sources = dict(residuals=(x,) * L)
     fitting = _fits(L, D, dtype.itemsize, warps)
-    batch = L if fitting else _batch(L, D, dtype, 2)
+    batch = _fwd_batch(L, D, dtype)
     cases = [case("fwd", sources | dict(out=x), row | opaque | lanes | dict(BATCH=batch, EXACT=exact, STAGES=1), warps, **more)
              for exact, more in ((True, dict(output_rms_weight=None)), (False, {}))]
     if fitting: cases.append(case("bwd", sources | dict(dresiduals=(x,) * L, do=x), row | opaque | dict(STAGES=1), warps))

@@ -265,7 +265,7 @@ def _in_threads(jobs, warps, registers=None):
     for t in threads: t.join()
     if failed: raise failed[0]
 
-# %% ../nbs/04_gluon.ipynb #2fe3c972
+# %% ../nbs/04_gluon.ipynb #43a59b61
 def _product(a, b, acc, use_acc=True, is_async=False):
     a, b = (x.data if isinstance(x, _Shared) else x for x in (a, b))
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16): raise TypeError(f"no product of {a.dtype} and {b.dtype}")
@@ -289,12 +289,13 @@ def _language(program, programs):
     "Gluon's language, in PyTorch, for one program."
     layouts = dict.fromkeys("BlockedLayout NVMMADistributedLayout DotOperandLayout SliceLayout SwizzledSharedLayout".split(), _nothing)
     dtypes = {n: getattr(torch, n) for n in "int16 int32 int64 float32 bfloat16 float16".split()}
-    maths = {n: _tensors(getattr(torch, n)) for n in "where abs exp log sqrt maximum minimum".split()}
+    maths = {n: _tensors(getattr(torch, n)) for n in "where abs exp log sqrt rsqrt maximum minimum".split()}
     return SimpleNamespace(**layouts, **dtypes, **maths, constexpr=lambda x: x, static_range=range,
         NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing), allocate_shared_memory=_shared, warp_specialize=_in_threads,
         program_id=lambda axis: torch.tensor(program), num_programs=lambda axis: torch.tensor(programs),
         arange=lambda start, stop, layout=None: torch.arange(start, stop),
         zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype), convert_layout=lambda x, layout: x,
+        reshape=lambda x, shape: x.reshape(shape), split=lambda x: x.unbind(-1), to_tensor=torch.as_tensor, fma=lambda a, b, c: a * b + c,
         max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis), sum=lambda x, axis: x.sum(axis),
         load=lambda p, mask=None, other=0.0: p.load(mask), store=lambda p, x, mask=None: p.store(x, mask), associative_scan=_scan)
 
@@ -312,15 +313,17 @@ def _bind(f, swaps, done):
         else: names[name] = value.value if isinstance(value, gl.constexpr) else value
     return bound
 
-# %% ../nbs/04_gluon.ipynb #cc16571b
+# %% ../nbs/04_gluon.ipynb #49d8ea55
 def interpret(
     kernel, # a Gluon kernel
     programs:int, # how many
-    *args, # its arguments: contiguous CPU tensors, numbers, None
+    *args, # its arguments: contiguous CPU tensors or tuples of them, numbers, None
+    instead=(), # pairs of a function that calls the processor's own instructions, and what does the same in PyTorch
     **constants, # its compile-time arguments
 ):
     "Run a Gluon kernel on the CPU, one program after the other, its jobs as threads."
-    pointers = [_Pointer(a.view(-1)) if isinstance(a, Tensor) else a for a in args]
+    def pointer(a): return tuple(map(pointer, a)) if isinstance(a, tuple) else _Pointer(a.view(-1)) if isinstance(a, Tensor) else a
+    pointers = [pointer(a) for a in args]
     for program in range(programs):
         bars = _Barriers()
         copies = SimpleNamespace(async_copy_global_to_shared=lambda s, p, mask=None: s.store(p.load(mask)), commit_group=_nothing,
@@ -332,7 +335,7 @@ def interpret(
                  powers: _powers, sum_layout: _nothing,
                  tile_layout: _nothing, product_layout: _nothing, again: lambda i: i,
                  launch_dependents: _nothing, await_last_kernel: _nothing}
-        _bind(kernel, {id(k): v for k, v in swaps.items()}, {})(*pointers, **constants)
+        _bind(kernel, {id(k): v for k, v in (*swaps.items(), *instead)}, {})(*pointers, **constants)
 
 # %% ../nbs/04_gluon.ipynb #5d1cc623
 @gluon.jit
