@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['naive_attnres', 'attnres_cost', 'stack_passes', 'fused_attnres', 'Sources', 'AttnResStack', 'aot_cases']
 
-# %% ../nbs/30_attnres.ipynb #d6ced5a9
+# %% ../nbs/30_attnres.ipynb #1c3443dd
 import weakref
 from functools import cache
 import torch
@@ -16,6 +16,7 @@ from .triton import FLOATS, INTERPRET, Case, cast, check_device, check_tensor, f
 from .triton import below_autograd, on_its_device, register, remembered, straight
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 # %% ../nbs/30_attnres.ipynb #ebb068f9
 def naive_attnres(query, residuals, rms_weight, output_rms_weight=None, rms_eps=1e-6, scale=1.0, return_weights=False):
@@ -272,7 +273,7 @@ def _fwd_programs(N, L, D, x): # one for each token where its sources come in ba
 
 def _padded(tensors, count): return (*tensors, *[tensors[0]] * (count - len(tensors)))
 
-# %% ../nbs/30_attnres.ipynb #7155aaa7
+# %% ../nbs/30_attnres.ipynb #661f1c80
 def _step(x):
     "How far apart rows [D] of x are, if that is one number and the rows are contiguous; else None."
     if x.is_contiguous(): return x.shape[-1]
@@ -287,6 +288,7 @@ def _step(x):
 
 def _in_place(residuals):
     "The sources, copied where they must be, and how far apart their rows are."
+    if all([x.is_contiguous() for x in residuals]): return residuals, residuals[0].shape[-1]
     steps = {_step(x) for x in residuals}
     if len(steps) == 1 and None not in steps: return residuals, steps.pop()
     return [x.contiguous() for x in residuals], residuals[0].shape[-1]
@@ -337,13 +339,15 @@ def _attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, coe
                 b_u = _plus(b_u, a, b_v)
     _put_row(partial, tl.program_id(0) * D, b_u, D, W)  # (7)
 
-# %% ../nbs/30_attnres.ipynb #d4268e43
+# %% ../nbs/30_attnres.ipynb #8b475f69
 @triton.jit(do_not_specialize=["P"])
 def _attnres_weights_kernel(partial, query, rms_weight, dquery, drms_weight, doutput, scale, P, D: tl.constexpr, R: tl.constexpr,
-                            C: tl.constexpr):
-    """Equation (7), and the sum of (8), for C columns; partial is [1 or 2, P, D]."""
+                            C: tl.constexpr, EARLY: tl.constexpr):
+    """Equation (7), and the sum of (8), for C columns; partial is [1 or 2, P, D]. EARLY: the kernel before may still run."""
     cols = tl.program_id(0) * C + tl.arange(0, C)
     inside = cols < D
+    if EARLY:
+        gdc_wait()
     total, last = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
     for first in tl.range(0, P, R, num_stages=3):
         rows = first + tl.arange(0, R)
@@ -359,14 +363,16 @@ def _attnres_weights_kernel(partial, query, rms_weight, dquery, drms_weight, dou
         tl.store(doutput + cols, cast(tl.sum(last, 0), doutput.dtype.element_ty), mask=inside)
 
 @cache
-def _weights_launcher(D, rows): return launcher(_attnres_weights_kernel, D=D, R=rows, C=16)
+def _weights_launcher(D, rows, device):
+    early = not (INTERPRET or torch.version.hip) and torch.cuda.get_device_capability(device)[0] >= 9
+    return launcher(_attnres_weights_kernel, D=D, R=rows, C=16, EARLY=early, **(dict(launch_pdl=True) if early else {}))
 
 def _weights(partial, query, rms_weight, output_rms_weight, scale):
     "Gradients of the query, the norm's weight and the output norm's, from the programs' shares."
     dquery, dweight = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, rms_weight))
     doutput = None if output_rms_weight is None else torch.empty_like(output_rms_weight, memory_format=torch.contiguous_format)
     P, D = partial.shape[1:]
-    launch = _weights_launcher(D, 128 if P <= 128 or doutput is not None else 512)
+    launch = _weights_launcher(D, 128 if P <= 128 or doutput is not None else 512, partial.device.index)
     launch(triton.cdiv(D, 16), partial, query.contiguous(), rms_weight.contiguous(), dquery, dweight, doutput, scale, P)
     return dquery, dweight, doutput
 
@@ -442,11 +448,13 @@ def _attnres_spread_kernel(residuals, dresiduals, g, query, rms_weight, stats, c
         b_dv = p[:, None] * b_g + a[:, None] * (scale * qw)[None, :] - b[:, None] * b_v
         tl.store(dresiduals[k] + rows * D + cols[None, :], cast(b_dv, dresiduals[k].dtype.element_ty), mask=there)
 
-# %% ../nbs/30_attnres.ipynb #1066cda0
+# %% ../nbs/30_attnres.ipynb #d66b9a11
+def _bwd_warps(L, D, size): # so many that the sources fit
+    return next((w for w in (1, 2, 4, 8, 16) if w >= _warps(D) and _fits(L, D, size, w)), None)
+
 @cache
-def _bwd_launcher(D, step, dtype, L):
-    warps = _warps(D)
-    ahead = int((L + 1) * D * dtype.itemsize <= (_SHARED if warps > 1 else 24 << 10))
+def _bwd_launcher(D, step, dtype, L, warps):
+    ahead = int((L + 1) * D * dtype.itemsize <= (_SHARED // max(1, 8 // warps) if warps > 1 else 24 << 10))
     return launcher(_attnres_bwd_kernel, **_shape(D, warps), STEP=step, SOURCES=L, EIGHT=warps > 1, OPAQUE=_opaque(dtype),
                     STAGES=1 + ahead, num_warps=warps)
 
@@ -464,9 +472,10 @@ def _bwd_at_once(L, N, D, tensors, step):
     "Programs and launcher of a kernel that holds all sources and the gradient, or None."
     x = tensors[0]
     if runs_here(tensors, step) and (fast := mma_launcher(L, D, step, True, x.device.index)): return min(N, fast[0]), fast[1]
-    if not _fits(L, D, x.itemsize, _warps(D)): return None
-    launch = _bwd_launcher(D, step, x.dtype, L)
-    return _programs(N, D, x.device, 4, 1), lambda P, *args: launch(P, *args, 0)
+    warps = _bwd_warps(L, D, x.itemsize)
+    if warps is None: return None
+    launch, most = _bwd_launcher(D, step, x.dtype, L, warps), _multiprocessors(x.device) * min(4, max(1, 8 // warps))
+    return triton.cdiv(N, triton.cdiv(N, most)), lambda P, *args: launch(P, *args, 0)
 
 # %% ../nbs/30_attnres.ipynb #2b88f527
 def _read_bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, scale):
@@ -756,18 +765,16 @@ class AttnResStack(nn.Module):
         for layer, weight in zip(layers, weights): sources.append(layer(sources.read(*weight)))
         return sources.read(*weights[-1])
 
-# %% ../nbs/30_attnres.ipynb #501e7f54
+# %% ../nbs/30_attnres.ipynb #089caf31
 def aot_cases(
-    shapes=((8, 768), (9, 4096), (3, 300)), # sources, D
+    shapes=((8, 768, "bf16"), (8, 768, "fp32"), (9, 4096, "bf16"), (3, 300, "fp32")), # sources, D, dtype
 ) -> list: # of `Case`
     "This module's kernels at the sizes that the gate compiles."
-    cases = []
-    for (L, D), (dtype, name), nvidia in ((s, d, n) for s in shapes for d in _AOT_DTYPES for n in (True, False)):
+    cases, dtypes = [], dict(bf16=torch.bfloat16, fp32=torch.float32)
+    for (L, D, name), nvidia in ((s, n) for s in shapes for n in (True, False)):
         targets = ("sm_80", "sm_90", "sm_100") if nvidia else ("gfx942",)
-        cases += [case._replace(targets=targets) for case in _aot_cases(L, D, dtype, name, nvidia)]
+        cases += [case._replace(targets=targets) for case in _aot_cases(L, D, dtypes[name], name, nvidia)]
     return cases
-
-_AOT_DTYPES = (torch.bfloat16, "bf16"), (torch.float32, "fp32")
 
 def _aot_cases(L, D, dtype, name, nvidia):
     "All of them for a number of sources, D and a dtype."
@@ -780,15 +787,16 @@ def _aot_cases(L, D, dtype, name, nvidia):
         given = numbers | {k: t for k, t in weights.items() if k not in missing} | kinds
         return Case(f"{module}:_attnres_{kernel}_kernel", given, fixed | missing, num_warps=num_warps)
     sources = dict(residuals=(x,) * L)
-    fitting = _fits(L, D, dtype.itemsize, warps)
     batch = _fwd_batch(L, D, dtype)
     cases = [case("fwd", sources | dict(out=x), row | opaque | lanes | dict(BATCH=batch, EXACT=exact, STAGES=1), warps, **more)
              for exact, more in ((True, dict(output_rms_weight=None)), (False, {}))]
-    if fitting: cases.append(case("bwd", sources | dict(dresiduals=(x,) * L, do=x), row | opaque | dict(STAGES=1), warps))
+    if many := _bwd_warps(L, D, dtype.itemsize):
+        fixed = row | _shape(D, many) | opaque | dict(STAGES=1, EIGHT=many > 1)
+        cases.append(case("bwd", sources | dict(dresiduals=(x,) * L, do=x), fixed, many))
     for share, exact, more in (8, True, {}), (2, False, dict(output_rms_weight=None)):
         fixed = row | opaque | lanes | dict(BATCH=_batch(L, D, dtype, share), EXACT=exact)
         cases.append(case("read_bwd", sources | dict(do=x, mixed="*fp32"), fixed, warps, **more))
     cases += [case("spread", sources | dict(dresiduals=(x,) * L, g=x), dict(D=D, STEP=D, SOURCES=L, R=16, C=128)),
-              case("weights", dict(dquery="*fp32", drms_weight="*fp32", doutput="*fp32", P="i32"), dict(D=D, R=128, C=16))]
+              case("weights", dict(dquery="*fp32", drms_weight="*fp32", doutput="*fp32", P="i32"), dict(D=D, R=512, C=16, EARLY=False))]
     reads = dict(gs=(x,) * 8, **{k: ("*fp32",) * 8 for k in ("queries", "rms_weights", "stats", "alongs", "backs")})
     return [*cases, case("pull", reads | dict(v=x, given=x, out=x, READS="i32", INDEX="i32"), dict(D=D, MOST=8, R=16, C=128))]

@@ -10,11 +10,11 @@ from functools import cache
 import torch
 from .triton import INTERPRET, Case, launcher
 
-# %% ../nbs/08_attnres_mma.ipynb #246c0a17
+# %% ../nbs/08_attnres_mma.ipynb #1455b118
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from .gluon import cut, interpret
+from .gluon import cut, interpret, launch_dependents
 
 # %% ../nbs/08_attnres_mma.ipynb #07961630
 @gluon.constexpr_function
@@ -310,12 +310,15 @@ def _statistics(at, n, wide, there, SOURCES: gl.constexpr):
     return (gl.load(at + n, mask=there, other=0.), gl.load(at + n + SOURCES * wide, mask=there, other=0.),
             gl.load(at + n + 2 * SOURCES * wide, mask=there, other=0.))
 
-# %% ../nbs/08_attnres_mma.ipynb #89041a23
+# %% ../nbs/08_attnres_mma.ipynb #0b0dc918
 @gluon.jit(do_not_specialize=["N", "L"])
 def _mma_attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, coefs, partial, scale, N, L, D: gl.constexpr,
-                            STEP: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr):
+                            STEP: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
+                            EARLY: gl.constexpr):
     """Gradients of SOURCES rows of N tokens, or, if dresiduals is None, a and b of L of them into coefs [2, SOURCES, N]; partial
-    [1, programs, D] gets each program's share of u / c."""
+    [1, programs, D] gets each program's share of u / c. EARLY: the kernel that adds them up may be started."""
+    if EARLY:
+        launch_dependents()
     T: gl.constexpr = 32 * WARPS
     PIECES: gl.constexpr = (D + 8 * T - 1) // (8 * T)
     TILE: gl.constexpr = _tile(WARPS)
@@ -405,25 +408,26 @@ def runs_here(
     return (x.dtype is torch.bfloat16 and step % 8 == 0 and not INTERPRET and not torch.version.hip
             and all([t.data_ptr() % 16 == 0 for t in tensors]))
 
-# %% ../nbs/08_attnres_mma.ipynb #b4102d4c
-def _fixed(L, D, step, plan, backward):
-    "Compile-time arguments. Forward, the registers let as many programs share a multiprocessor as the table says."
-    few = dict(maxnreg={1: 248, 2: 168, 4: 168}[plan[0]]) if plan[0] < 8 and not backward else {}
+# %% ../nbs/08_attnres_mma.ipynb #a844bd4c
+def _fixed(L, D, step, plan, backward, major=9):
+    "Compile-time arguments. Forward, the registers let as many programs share one of Hopper's multiprocessors as the table says."
+    few = dict(maxnreg={1: 248, 2: 168, 4: 168}[plan[0]]) if plan[0] < 8 and not backward and major == 9 else {}
+    if backward: few = dict(EARLY=major >= 9)
     return dict(D=D, STEP=step, SOURCES=L, LANES=1 << (L - 1).bit_length(), AHEAD=plan[2], WARPS=plan[0], num_warps=plan[0]) | few
 
 @cache
 def _device(index):
-    "Multiprocessors, and bytes of shared memory for a program."
+    "Multiprocessors, bytes of shared memory for a program, and the architecture's number."
     x = torch.cuda.get_device_properties(index)
-    return x.multi_processor_count, x.shared_memory_per_block_optin
+    return x.multi_processor_count, x.shared_memory_per_block_optin, x.major
 
 @cache
 def mma_launcher(L, D, step, backward, index):
     "Programs at most, and the launcher, on a device; None if there is no plan."
-    processors, shared = _device(index)
+    processors, shared, major = _device(index)
     plan = mma_plan(L, D, backward, shared)
     kernel = _mma_attnres_bwd_kernel if backward else _mma_attnres_fwd_kernel
-    return plan and (plan[1] * processors, launcher(kernel, **_fixed(L, D, step, plan, backward)))
+    return plan and (plan[1] * processors, launcher(kernel, **_fixed(L, D, step, plan, backward, major)))
 
 # %% ../nbs/08_attnres_mma.ipynb #9ffb477c
 def _multiplied(a, b, acc):
@@ -451,7 +455,7 @@ emulated = ((_with_itself, _emulated(((1, 2), (3, 0)), 0)), (_two_rows, _emulate
             (_swapped, lambda x, h: x.view(-1, 32)[:, torch.arange(32) ^ h].flatten()),
             (_of_lane, lambda x, k: x.view(-1, 32)[:, k:k + 1].expand(-1, 32).flatten()))
 
-# %% ../nbs/08_attnres_mma.ipynb #5aae77e5
+# %% ../nbs/08_attnres_mma.ipynb #1a923390
 def aot_cases(
     shapes=((8, 768), (9, 4096), (5, 296)), # sources, D
 ) -> list: # of `Case`
@@ -461,11 +465,11 @@ def aot_cases(
         given = dict(residuals=(x,) * L, eps="fp32", scale="fp32", N="i32", L="i32")
         given |= dict.fromkeys(("query", "rms_weight", "output_rms_weight", "stats", "coefs", "partial"), "*fp32")
         for backward, more in (False, dict(out=x)), (True, dict(dresiduals=(x,) * L, do=x)):
-            for shared, targets in ((163 << 10, ("sm_80",)), (227 << 10, ("sm_90", "sm_100"))):
+            for shared, major in (163 << 10, 8), (227 << 10, 9), (227 << 10, 10):
                 if not (plan := mma_plan(L, D, backward, shared)): continue
-                fixed, name = _fixed(L, D, D, plan, backward), "bwd" if backward else "fwd"
+                fixed, name = _fixed(L, D, D, plan, backward, major), "bwd" if backward else "fwd"
                 warps, options = fixed.pop("num_warps"), {n: fixed.pop(n) for n in ("maxnreg",) if n in fixed}
                 for missing in ({"coefs": None}, {"dresiduals": None}) if backward else ({}, {"output_rms_weight": None}):
                     cases.append(Case(f"dormouse_fused.attnres_mma:_mma_attnres_{name}_kernel", given | more, fixed | missing,
-                                      num_warps=warps, targets=targets, options=options))
+                                      num_warps=warps, targets=(f"sm_{major}0",), options=options))
     return cases
