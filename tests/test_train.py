@@ -567,10 +567,10 @@ def test_resume_refuses_damage_and_another_text(place, trained, capsys):
     assert "isn't the one this checkpoint was trained on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_attention_over_depth(text, dtype, tmp_path):
+@pytest.mark.parametrize(("residual", "dtype"), [("attnres", "fp32"), ("attnres", "bf16"), ("block_attnres", "bf16")])
+def test_attention_over_depth(text, residual, dtype, tmp_path):
     "Every read learns, nothing reads what comes later, and a run continues with the same bits."
-    config = replace(SMALL, steps=3, residual="attnres", dtype=dtype)
+    config = replace(SMALL, steps=3, residual=residual, dtype=dtype)
     run, other = (train.Run("torch", config, text, DEVICE) for _ in range(2))
     names = {name for name, _ in run.model.named_parameters() if "depth" in name}
     assert names == {"depth.query", "depth.rms_weight"} and run.model.depth.query.shape == (3, 16)
@@ -588,10 +588,28 @@ def test_attention_over_depth(text, dtype, tmp_path):
 
 
 def test_what_attention_over_depth_is_not_for():
-    with pytest.raises(ValueError, match="residual: expected one of add, attnres, got 'block'"):
+    with pytest.raises(ValueError, match="residual: expected one of add, attnres, block_attnres, got 'block'"):
         replace(TINY, residual="block")
     with pytest.raises(ValueError, match="layers: expected at most 31 for attnres, got 32"):
         replace(TINY, layers=32, residual="attnres")
+    with pytest.raises(ValueError, match="layers: expected at most 126 for block_attnres, got 127"):
+        replace(TINY, layers=127, residual="block_attnres")
+
+
+def test_depth_weights(text):
+    "Rows are distributions over what came before; a query that looks for one source finds it."
+    run = train.Run("torch", replace(SMALL, layers=2, residual="attnres"), text, DEVICE)
+    even = train.depth_weights(run)
+    assert even.shape == (5, 5) and torch.equal(even.triu(1), torch.zeros_like(even))
+    want = torch.ones(5, 5, device=DEVICE).tril()
+    assert torch.allclose(even, want / want.sum(1, keepdim=True), atol=1e-6)
+    with torch.no_grad():
+        run.model.depth.query[4] = 1e4 * torch.randn(16, device=DEVICE)
+    chosen = train.depth_weights(run)
+    assert torch.allclose(chosen.sum(1), torch.ones(5, device=DEVICE), atol=1e-5)
+    assert torch.equal(chosen[:4], even[:4]) and (chosen[4] - even[4]).abs().max() > 0.05
+    with pytest.raises(ValueError, match="run: expected residual attnres, got add"):
+        train.depth_weights(train.Run("torch", SMALL, text, DEVICE))
 
 
 def test_reads_are_no_matrices_and_do_not_decay(text):
