@@ -376,7 +376,7 @@ def _weights(partial, query, rms_weight, output_rms_weight, scale):
     launch(triton.cdiv(D, 16), partial, query.contiguous(), rms_weight.contiguous(), dquery, dweight, doutput, scale, P)
     return dquery, dweight, doutput
 
-# %% ../nbs/30_attnres.ipynb #300db81b
+# %% ../nbs/30_attnres.ipynb #d2f5fd7c
 @triton.jit
 def _through_norm(b_o, b_do, output_rms_weight, eps, D: tl.constexpr, W: tl.constexpr):
     "Equation (8) for a token: g, and what it adds to the gradient of the output norm's weight."
@@ -424,7 +424,9 @@ def _attnres_read_bwd_kernel(residuals, do, mixed, output_rms_weight, stats, coe
                     b_u, b_low = _plus(b_u, pr * (parts[k] - mean), b_v), _plus(b_low, pr, b_v)
         at, to, here = stats + lanes * wide + n, coefs + lanes * wide + n, lanes < L
         r, s = tl.load(at + 2 * SOURCES * wide, mask=here, other=0.), tl.load(at + SOURCES * wide, mask=here, other=0.)
-        a = tl.load(at, mask=here, other=0.) * (b_d - mean) * r  # (5)
+        b_p = tl.load(at, mask=here, other=0.)
+        rest = tl.sum(b_p * (b_d - mean), 1, keep_dims=True)  # what the mean's rounding took
+        b_u, a = _plus(b_u, -rest, b_low), b_p * (b_d - mean - rest) * r  # (5)
         tl.store(to, a, mask=here)
         tl.store(to + SOURCES * wide, a * s * r / D, mask=here)
     _put_row(partial, tl.program_id(0) * D, b_u, D, W)

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from .gluon import cut, interpret, launch_dependents
 
-# %% ../nbs/08_attnres_mma.ipynb #07961630
+# %% ../nbs/08_attnres_mma.ipynb #908a43c6
 @gluon.constexpr_function
 def _tile(WARPS):
     """Eight neighbouring numbers, 16 bytes, for each thread."""
@@ -42,7 +42,7 @@ def _with_itself(x, a, b, c, acc):
         """, "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,0,1,2,3,4,5,6,7", [x, a, b, c, acc],
         dtype=gl.float32, is_pure=False, pack=8)
 
-# %% ../nbs/08_attnres_mma.ipynb #88856bb5
+# %% ../nbs/08_attnres_mma.ipynb #53abdf7e
 @gluon.jit
 def _two_rows(x, y, g, acc):
     """Adds x g (columns 0 and 1) and y g (2 and 3) to accumulators [T, 8] of tiles [T, 8]; acc None is 0."""
@@ -59,7 +59,7 @@ def _two_rows(x, y, g, acc):
         mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$10,$14,$11,$15}, {$18,$19}, {$0,$1,$2,$3};
         """, "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r,0,1,2,3,4,5,6,7", [x, y, g, acc], dtype=gl.float32, is_pure=False, pack=8)
 
-# %% ../nbs/08_attnres_mma.ipynb #10fdc7f4
+# %% ../nbs/08_attnres_mma.ipynb #25422582
 @gluon.jit
 def _diagonal(acc, odd, T: gl.constexpr):
     """A thread's diagonals of an accumulator [T, 8], in columns 0 or 1, 2 or 3, 4 or 5, 6 or 7; other threads have something else."""
@@ -69,7 +69,7 @@ def _diagonal(acc, odd, T: gl.constexpr):
     z0, z1 = gl.split(z)
     return y0, z0, y1, z1
 
-# %% ../nbs/08_attnres_mma.ipynb #74f476e6
+# %% ../nbs/08_attnres_mma.ipynb #e590042c
 @gluon.jit
 def _swapped(x, h):
     """What the lane whose number differs by h has."""
@@ -143,7 +143,7 @@ def _group_max(x, LANES: gl.constexpr):
         x = gl.maximum(x, _swapped(x, 8))
     return x
 
-# %% ../nbs/08_attnres_mma.ipynb #0b97fb07
+# %% ../nbs/08_attnres_mma.ipynb #ad9d16b2
 @gluon.jit
 def _over_warps(x, shared, WARPS: gl.constexpr):
     """x [T] added over warps, lane by lane."""
@@ -156,7 +156,7 @@ def _over_warps(x, shared, WARPS: gl.constexpr):
         x = gl.convert_layout(gl.reshape(total[None, :] + gl.zeros([WARPS, 32], gl.float32, BY_WARP), [32 * WARPS]), ROW)
     return x
 
-# %% ../nbs/08_attnres_mma.ipynb #34396cca
+# %% ../nbs/08_attnres_mma.ipynb #d8e65024
 @gluon.jit
 def _rings(dtype: gl.constexpr, COUNT: gl.constexpr, AHEAD: gl.constexpr, T: gl.constexpr):
     out = ()
@@ -188,7 +188,7 @@ def _weights_row(query, rms_weight, scale, offsets, D: gl.constexpr, T: gl.const
         out = out + (scale * (q.to(gl.float32) * w.to(gl.float32)),)
     return out
 
-# %% ../nbs/08_attnres_mma.ipynb #a1ea3d90
+# %% ../nbs/08_attnres_mma.ipynb #d4f2767d
 @gluon.jit
 def _scores(rows, u, odd, lane, shared, D: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr):
     """Squares and products with u of rows: [T] each, source l with lanes l % LANES."""
@@ -207,7 +207,7 @@ def _scores(rows, u, odd, lane, shared, D: gl.constexpr, SOURCES: gl.constexpr, 
     other = _swapped(x, LANES)
     return gl.where(upper, other, x), gl.where(upper, x, other)
 
-# %% ../nbs/08_attnres_mma.ipynb #6de84fd8
+# %% ../nbs/08_attnres_mma.ipynb #88f7f41b
 @gluon.jit
 def _parts(u):
     """A float32 tile as three of bfloat16."""
@@ -284,7 +284,7 @@ def _mma_attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out
             gl.store(out + n * D + j * 8 * T + offsets, y.to(dtype), mask=inside)
         n += P
 
-# %% ../nbs/08_attnres_mma.ipynb #c12e4baa
+# %% ../nbs/08_attnres_mma.ipynb #1d289975
 @gluon.jit
 def _dots(rows, g, odd, lane, shared, SOURCES: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr):
     """Products of rows with g: [T], source l with lanes l % LANES."""
@@ -310,7 +310,7 @@ def _statistics(at, n, wide, there, SOURCES: gl.constexpr):
     return (gl.load(at + n, mask=there, other=0.), gl.load(at + n + SOURCES * wide, mask=there, other=0.),
             gl.load(at + n + 2 * SOURCES * wide, mask=there, other=0.))
 
-# %% ../nbs/08_attnres_mma.ipynb #0b0dc918
+# %% ../nbs/08_attnres_mma.ipynb #85d8ae08
 @gluon.jit(do_not_specialize=["N", "L"])
 def _mma_attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, coefs, partial, scale, N, L, D: gl.constexpr,
                             STEP: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
@@ -373,7 +373,7 @@ def _mma_attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats,
     for j in gl.static_range(PIECES):
         gl.store(partial + gl.program_id(0) * D + j * 8 * T + offsets, b_u[j], mask=offsets < D - j * 8 * T)  # (7)
 
-# %% ../nbs/08_attnres_mma.ipynb #eade5757
+# %% ../nbs/08_attnres_mma.ipynb #e192d066
 _MOST = 12 # sources
 _PROGRAMS = {1: (8, 130), 2: (6, 130), 4: (3, 150), 8: (1, 200), 16: (1, 200)} # warps: programs of a multiprocessor, KiB for two tokens
 
@@ -408,7 +408,7 @@ def runs_here(
     return (x.dtype is torch.bfloat16 and step % 8 == 0 and not INTERPRET and not torch.version.hip
             and all([t.data_ptr() % 16 == 0 for t in tensors]))
 
-# %% ../nbs/08_attnres_mma.ipynb #a844bd4c
+# %% ../nbs/08_attnres_mma.ipynb #e38f168c
 def _fixed(L, D, step, plan, backward, major=9):
     "Compile-time arguments. Forward, the registers let as many programs share one of Hopper's multiprocessors as the table says."
     few = dict(maxnreg={1: 248, 2: 168, 4: 168}[plan[0]]) if plan[0] < 8 and not backward and major == 9 else {}
@@ -429,7 +429,7 @@ def mma_launcher(L, D, step, backward, index):
     kernel = _mma_attnres_bwd_kernel if backward else _mma_attnres_fwd_kernel
     return plan and (plan[1] * processors, launcher(kernel, **_fixed(L, D, step, plan, backward, major)))
 
-# %% ../nbs/08_attnres_mma.ipynb #9ffb477c
+# %% ../nbs/08_attnres_mma.ipynb #3e706539
 def _multiplied(a, b, acc):
     "(1) for each warp: a is four and b two tiles [T, 2] in bfloat16, acc [T, 4] or None."
     rows = [torch.cat([x.float().view(-1, 8, 8) for x in half], 2) for half in ((a[0], a[2]), (a[1], a[3]))]
@@ -455,7 +455,7 @@ emulated = ((_with_itself, _emulated(((1, 2), (3, 0)), 0)), (_two_rows, _emulate
             (_swapped, lambda x, h: x.view(-1, 32)[:, torch.arange(32) ^ h].flatten()),
             (_of_lane, lambda x, k: x.view(-1, 32)[:, k:k + 1].expand(-1, 32).flatten()))
 
-# %% ../nbs/08_attnres_mma.ipynb #1a923390
+# %% ../nbs/08_attnres_mma.ipynb #27960206
 def aot_cases(
     shapes=((8, 768), (9, 4096), (5, 296)), # sources, D
 ) -> list: # of `Case`

@@ -1285,3 +1285,24 @@ def test_another_device_than_the_current_one(which):
     step, _, x, do = prepared(which)
     there = {n: t.detach().to("cuda:1").requires_grad_() for n, t in x.items()}
     assert same_bits([t.to(DEVICE) for t in step(there, do.to("cuda:1"))], [*step(x, do)])
+
+
+def test_pulling_is_as_exact_as_adding():
+    "Softmaxes that have nearly chosen, one after the other: gradients of scores are small differences."
+    x, queries, ones = randn(2, 48, seed=3), randn(7, 48, seed=4), torch.ones(48, device=DEVICE)
+
+    def gradient(kind, dtype=F32):
+        first, q, w = x.to(dtype).requires_grad_(), queries.to(dtype), ones.to(dtype)
+        sources = Sources(first) if kind == "pulled" else [first]
+
+        def read(query):
+            if kind == "pulled":
+                return sources.read(query, w)
+            return (naive_attnres if kind == "oracle" else fused_attnres)(query, sources, w)
+
+        for query in q[:-1]:
+            sources.append(torch.tanh(2 * read(query)))
+        return torch.autograd.grad(read(q[-1]).square().sum(), first)[0]
+
+    want = gradient("oracle", torch.float64)
+    assert rel_err(gradient("pulled"), want) < max(2 * rel_err(gradient("added"), want), 1e-6)
