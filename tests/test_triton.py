@@ -334,14 +334,12 @@ MODULES = [importlib.import_module(f"dormouse_fused.{path.stem}") for path in Bo
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if kernels(m)], ids=lambda m: m.__name__)
-def test_every_kernel_compiles_for_every_target(module):
+def test_every_kernel_has_a_case(module):
+    "What `tools/aot.py` compiles for every target, which the gate runs after the tests."
     cases = module.aot_cases()
     assert {c.kernel.partition(":")[2] if isinstance(c.kernel, str) else c.kernel.fn.__name__ for c in cases} == kernels(module)
-    spread = dt.for_targets(cases)
-    for case, usage in zip(spread, dt.aot_all(spread)):
-        assert usage.shared <= dt.SHARED_BYTES[usage.arch], (case, usage)
-        assert usage.arch.startswith("gfx") or usage.spill <= case.spill, (case, usage)
-        assert not usage.hazards, (case, usage)
+    for arch in dt.TARGETS:
+        assert dt.for_targets(cases, (arch,)) or module.__name__.endswith(("hopper", "mma", "gluon")), arch
 
 
 def test_a_check_remembers_what_passed():
