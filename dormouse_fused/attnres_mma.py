@@ -10,11 +10,11 @@ from functools import cache
 import torch
 from .triton import INTERPRET, Case, launcher
 
-# %% ../nbs/08_attnres_mma.ipynb #1455b118
+# %% ../nbs/08_attnres_mma.ipynb #95c1f595
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from .gluon import cut, interpret, launch_dependents
+from .gluon import interpret, launch_dependents, parts
 
 # %% ../nbs/08_attnres_mma.ipynb #908a43c6
 @gluon.constexpr_function
@@ -59,7 +59,7 @@ def _two_rows(x, y, g, acc):
         mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$10,$14,$11,$15}, {$18,$19}, {$0,$1,$2,$3};
         """, "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r,0,1,2,3,4,5,6,7", [x, y, g, acc], dtype=gl.float32, is_pure=False, pack=8)
 
-# %% ../nbs/08_attnres_mma.ipynb #25422582
+# %% ../nbs/08_attnres_mma.ipynb #018e564a
 @gluon.jit
 def _diagonal(acc, odd, T: gl.constexpr):
     """A thread's diagonals of an accumulator [T, 8], in columns 0 or 1, 2 or 3, 4 or 5, 6 or 7; other threads have something else."""
@@ -68,6 +68,15 @@ def _diagonal(acc, odd, T: gl.constexpr):
     y0, y1 = gl.split(y)
     z0, z1 = gl.split(z)
     return y0, z0, y1, z1
+
+@gluon.jit
+def _places(WARPS: gl.constexpr):
+    """A thread's number, the columns [T, 8] of its tile, and, for `_diagonal`, whether its diagonals are in odd columns."""
+    T: gl.constexpr = 32 * WARPS
+    TILE: gl.constexpr = _tile(WARPS)
+    i = gl.arange(0, T, gl.SliceLayout(1, TILE))
+    odd, unused = gl.split(gl.reshape(((i % 32 >> 2) & 1)[:, None] + gl.zeros([T, 8], gl.int32, TILE), [T, 2, 2, 2]))
+    return i, i[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, TILE))[None, :], odd
 
 # %% ../nbs/08_attnres_mma.ipynb #e590042c
 @gluon.jit
@@ -207,14 +216,7 @@ def _scores(rows, u, odd, lane, shared, D: gl.constexpr, SOURCES: gl.constexpr, 
     other = _swapped(x, LANES)
     return gl.where(upper, other, x), gl.where(upper, x, other)
 
-# %% ../nbs/08_attnres_mma.ipynb #88f7f41b
-@gluon.jit
-def _parts(u):
-    """A float32 tile as three of bfloat16."""
-    a, u = cut(u)
-    b, u = cut(u)
-    return a, b, u.to(gl.bfloat16)
-
+# %% ../nbs/08_attnres_mma.ipynb #719ea329
 @gluon.jit
 def _added(y, a, x):
     """y + a x."""
@@ -231,9 +233,8 @@ def _mma_attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out
     PIECES: gl.constexpr = (D + 8 * T - 1) // (8 * T)
     TILE: gl.constexpr = _tile(WARPS)
     dtype: gl.constexpr = out.dtype.element_ty
-    i = gl.arange(0, T, gl.SliceLayout(1, TILE))
-    lane, offsets = i % 32, i[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, TILE))[None, :]
-    odd, unused = gl.split(gl.reshape(((lane >> 2) & 1)[:, None] + gl.zeros([T, 8], gl.int32, TILE), [T, 2, 2, 2]))
+    i, offsets, odd = _places(WARPS)
+    lane = i % 32
     wide = gl.to_tensor(N).to(gl.int64)
     real, at = (lane & (LANES - 1)) < L, stats + i.to(gl.int64) * wide
     P, n = gl.num_programs(0), gl.program_id(0).to(gl.int64)
@@ -246,7 +247,7 @@ def _mma_attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out
         async_copy.commit_group()
     u, c_qw = (), _weights_row(query, rms_weight, scale, offsets, D, T)
     for j in gl.static_range(PIECES):
-        u = u + (_parts(c_qw[j]),)
+        u = u + (parts(c_qw[j], gl.bfloat16, 3),)
     slot = 0
     while n < N:
         async_copy.wait_group(AHEAD - 1)
@@ -310,7 +311,7 @@ def _statistics(at, n, wide, there, SOURCES: gl.constexpr):
     return (gl.load(at + n, mask=there, other=0.), gl.load(at + n + SOURCES * wide, mask=there, other=0.),
             gl.load(at + n + 2 * SOURCES * wide, mask=there, other=0.))
 
-# %% ../nbs/08_attnres_mma.ipynb #85d8ae08
+# %% ../nbs/08_attnres_mma.ipynb #f3b21a87
 @gluon.jit(do_not_specialize=["N", "L"])
 def _mma_attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, coefs, partial, scale, N, L, D: gl.constexpr,
                             STEP: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
@@ -323,9 +324,8 @@ def _mma_attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats,
     PIECES: gl.constexpr = (D + 8 * T - 1) // (8 * T)
     TILE: gl.constexpr = _tile(WARPS)
     dtype: gl.constexpr = do.dtype.element_ty
-    i = gl.arange(0, T, gl.SliceLayout(1, TILE))
-    lane, offsets = i % 32, i[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, TILE))[None, :]
-    odd, unused = gl.split(gl.reshape(((lane >> 2) & 1)[:, None] + gl.zeros([T, 8], gl.int32, TILE), [T, 2, 2, 2]))
+    i, offsets, odd = _places(WARPS)
+    lane = i % 32
     wide, source = gl.to_tensor(N).to(gl.int64), lane & (LANES - 1)
     real, at = source < L, stats + source.to(gl.int64) * wide
     P, n = gl.num_programs(0), gl.program_id(0).to(gl.int64)

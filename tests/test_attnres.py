@@ -8,6 +8,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from depth import Fault
 from fla.ops.attnres import naive_attnres as fla_naive
 from torch.utils.checkpoint import checkpoint
 
@@ -947,16 +948,6 @@ def test_checkpointed_layers():
         return run(sources, p, lambda a, h: checkpoint(layer, a, h, use_reentrant=False))
 
     assert same_bits(gradients(stack(body=body), x), gradients(stack(), x))
-
-
-class Fault(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, do):
-        raise ArithmeticError("on purpose")
 
 
 def test_nothing_is_left():

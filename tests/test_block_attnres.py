@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from depth import Fault
 
 from dormouse_fused import block_attnres
 from dormouse_fused.attnres import AttnResStack, fused_attnres, naive_attnres, stack_passes
@@ -787,16 +788,6 @@ def test_a_strided_embedding():
     for change in turned, lambda t: t[:1].expand(2, 20):
         y = x | dict(x=change(x["x"]))
         close(gradients(stack(2), y), gradients(naive(2), in_float64({n: t.contiguous() for n, t in y.items()})), 6e-6)
-
-
-class Fault(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, do):
-        raise ArithmeticError("on purpose")
 
 
 def test_a_layer_that_raises():
