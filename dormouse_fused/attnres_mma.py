@@ -78,7 +78,7 @@ def _places(WARPS: gl.constexpr):
     odd, unused = gl.split(gl.reshape(((i % 32 >> 2) & 1)[:, None] + gl.zeros([T, 8], gl.int32, TILE), [T, 2, 2, 2]))
     return i, i[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, TILE))[None, :], odd
 
-# %% ../nbs/08_attnres_mma.ipynb #e590042c
+# %% ../nbs/08_attnres_mma.ipynb #30890a82
 @gluon.jit
 def _swapped(x, h):
     """What the lane whose number differs by h has."""
@@ -89,27 +89,27 @@ def _of_lane(x, k):
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=f,f,r", [x, k], dtype=gl.float32, is_pure=False, pack=1)
 
 @gluon.jit
-def _fold(x, lane, h: gl.constexpr):
-    """Half as many sums: lanes with bit h go on with those from h on."""
-    out, upper = (), (lane & h) != 0
+def _fold(x, lane, h: gl.constexpr, UNIT: gl.constexpr):
+    """Half as many sums: lanes with bit h UNIT go on with those from h on."""
+    out, upper = (), (lane & (h * UNIT)) != 0
     for i in gl.static_range(h):
         if i + h < len(x):
-            out = out + (gl.where(upper, x[i + h], x[i]) + _swapped(gl.where(upper, x[i], x[i + h]), h),)
+            out = out + (gl.where(upper, x[i + h], x[i]) + _swapped(gl.where(upper, x[i], x[i + h]), h * UNIT),)
         elif i < len(x):
-            out = out + (x[i] + _swapped(x[i], h),)
+            out = out + (x[i] + _swapped(x[i], h * UNIT),)
     return out
 
 @gluon.jit
-def _folded(x, lane, LANES: gl.constexpr):
-    """Sums of at most LANES tensors over groups of LANES lanes: lane l has that of x[l % LANES]."""
-    if LANES >= 16:
-        x = _fold(x, lane, 8)
-    if LANES >= 8:
-        x = _fold(x, lane, 4)
-    if LANES >= 4:
-        x = _fold(x, lane, 2)
-    if LANES >= 2:
-        x = _fold(x, lane, 1)
+def _folded(x, lane, COUNT: gl.constexpr, UNIT: gl.constexpr = 1):
+    """Sums of at most COUNT tensors over groups of COUNT lanes UNIT apart: lane l has that of x[l // UNIT % COUNT]."""
+    if COUNT >= 16:
+        x = _fold(x, lane, 8, UNIT)
+    if COUNT >= 8:
+        x = _fold(x, lane, 4, UNIT)
+    if COUNT >= 4:
+        x = _fold(x, lane, 2, UNIT)
+    if COUNT >= 2:
+        x = _fold(x, lane, 1, UNIT)
     return x[0]
 
 @gluon.jit
@@ -152,18 +152,32 @@ def _group_max(x, LANES: gl.constexpr):
         x = gl.maximum(x, _swapped(x, 8))
     return x
 
-# %% ../nbs/08_attnres_mma.ipynb #ad9d16b2
+# %% ../nbs/08_attnres_mma.ipynb #e678137f
+@gluon.jit
+def _meeting(COUNT: gl.constexpr, WARPS: gl.constexpr):
+    """Shared memory for COUNT tensors."""
+    out = ()
+    if WARPS > 1:
+        for _ in gl.static_range(COUNT):
+            out = out + (gl.allocate_shared_memory(gl.float32, [WARPS, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),)
+    return out
+
 @gluon.jit
 def _over_warps(x, shared, WARPS: gl.constexpr):
-    """x [T] added over warps, lane by lane."""
+    """Tensors [T] added over warps, lane by lane, all at one meeting."""
     if WARPS > 1:
         ROW: gl.constexpr = gl.SliceLayout(1, _tile(WARPS))
         BY_WARP: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
         ALL: gl.constexpr = gl.BlockedLayout([WARPS, 1], [1, 32], [1, WARPS], [1, 0])
-        shared.store(gl.convert_layout(gl.reshape(x, [WARPS, 32]), BY_WARP))
-        total = gl.convert_layout(gl.sum(shared.load(ALL), 0), gl.SliceLayout(0, BY_WARP))
-        x = gl.convert_layout(gl.reshape(total[None, :] + gl.zeros([WARPS, 32], gl.float32, BY_WARP), [32 * WARPS]), ROW)
-    return x
+        out = ()
+        for k in gl.static_range(len(x)):
+            shared[k].store(gl.convert_layout(gl.reshape(x[k], [WARPS, 32]), BY_WARP))
+        for k in gl.static_range(len(x)):
+            total = gl.convert_layout(gl.sum(shared[k].load(ALL), 0), gl.SliceLayout(0, BY_WARP))
+            out = out + (gl.convert_layout(gl.reshape(total[None, :] + gl.zeros([WARPS, 32], gl.float32, BY_WARP), [32 * WARPS]), ROW),)
+        return out
+    else:
+        return x
 
 # %% ../nbs/08_attnres_mma.ipynb #d8e65024
 @gluon.jit
@@ -197,7 +211,7 @@ def _weights_row(query, rms_weight, scale, offsets, D: gl.constexpr, T: gl.const
         out = out + (scale * (q.to(gl.float32) * w.to(gl.float32)),)
     return out
 
-# %% ../nbs/08_attnres_mma.ipynb #d4f2767d
+# %% ../nbs/08_attnres_mma.ipynb #04852ab8
 @gluon.jit
 def _scores(rows, u, odd, lane, shared, D: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr):
     """Squares and products with u of rows: [T] each, source l with lanes l % LANES."""
@@ -211,12 +225,11 @@ def _scores(rows, u, odd, lane, shared, D: gl.constexpr, SOURCES: gl.constexpr, 
         a, b, c, square = _diagonal(acc, odd, T)
         square, dot = gl.where(mine, gl.convert_layout(square, ROW), 0.), gl.where(mine, gl.convert_layout((b + c) + a, ROW), 0.)
         x = x + (gl.where(upper, dot, square) + _swapped(gl.where(upper, square, dot), LANES),)
-    x = _over_groups(_folded(x, lane, LANES), 2 * LANES)
-    x = _over_warps(x, shared, WARPS)
+    x = _over_warps((_over_groups(_folded(x, lane, LANES), 2 * LANES),), shared, WARPS)[0]
     other = _swapped(x, LANES)
     return gl.where(upper, other, x), gl.where(upper, x, other)
 
-# %% ../nbs/08_attnres_mma.ipynb #719ea329
+# %% ../nbs/08_attnres_mma.ipynb #5773572d
 @gluon.jit
 def _added(y, a, x):
     """y + a x."""
@@ -238,9 +251,7 @@ def _mma_attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out
     wide = gl.to_tensor(N).to(gl.int64)
     real, at = (lane & (LANES - 1)) < L, stats + i.to(gl.int64) * wide
     P, n = gl.num_programs(0), gl.program_id(0).to(gl.int64)
-    ring, shared = _rings(dtype, SOURCES * PIECES, AHEAD, T), None
-    if WARPS > 1:
-        shared = gl.allocate_shared_memory(gl.float32, [WARPS, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    ring, shared = _rings(dtype, SOURCES * PIECES, AHEAD, T), _meeting(1, WARPS)
     for ahead in gl.static_range(AHEAD):
         for k in gl.static_range(SOURCES):
             _copy_row(ring, k * PIECES, ahead, residuals[k], (n + ahead * P) * STEP, (n + ahead * P < N) & (k < L), offsets, D, T)
@@ -275,7 +286,7 @@ def _mma_attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out
             square = gl.sum(b_o[0] * b_o[0], 1)
             for j in gl.static_range(1, PIECES):
                 square += gl.sum(b_o[j] * b_o[j], 1)
-            r = gl.rsqrt(_over_warps(_over_groups(square, 1), shared, WARPS) * (1. / D) + eps)  # (3)
+            r = gl.rsqrt(_over_warps((_over_groups(square, 1),), shared, WARPS)[0] * (1. / D) + eps)  # (3)
         for j in gl.static_range(PIECES):
             inside = offsets < D - j * 8 * T
             if output_rms_weight is not None:
@@ -285,10 +296,10 @@ def _mma_attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out
             gl.store(out + n * D + j * 8 * T + offsets, y.to(dtype), mask=inside)
         n += P
 
-# %% ../nbs/08_attnres_mma.ipynb #1d289975
+# %% ../nbs/08_attnres_mma.ipynb #a3c9df9c
 @gluon.jit
-def _dots(rows, g, odd, lane, shared, SOURCES: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr):
-    """Products of rows with g: [T], source l with lanes l % LANES."""
+def _dots(rows, g, odd, lane, SOURCES: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr):
+    """Products of rows with g: [T], a lane's share of that of source l with lanes l % LANES."""
     ROW: gl.constexpr = gl.SliceLayout(1, _tile(WARPS))
     mine, x = (lane & 3) == (lane >> 3), ()
     for k in gl.static_range(0, SOURCES, 2):
@@ -296,7 +307,7 @@ def _dots(rows, g, odd, lane, shared, SOURCES: gl.constexpr, LANES: gl.constexpr
         x = x + (gl.where(mine, gl.convert_layout(pair[0], ROW), 0.),)
         if k + 1 < SOURCES:
             x = x + (gl.where(mine, gl.convert_layout(pair[1], ROW), 0.),)
-    return _over_warps(_over_groups(_folded(x, lane, LANES), LANES), shared, WARPS)
+    return _folded(x, lane, LANES)
 
 @gluon.jit
 def _pair(x, y, g, odd, T: gl.constexpr):
@@ -311,7 +322,7 @@ def _statistics(at, n, wide, there, SOURCES: gl.constexpr):
     return (gl.load(at + n, mask=there, other=0.), gl.load(at + n + SOURCES * wide, mask=there, other=0.),
             gl.load(at + n + 2 * SOURCES * wide, mask=there, other=0.))
 
-# %% ../nbs/08_attnres_mma.ipynb #f3b21a87
+# %% ../nbs/08_attnres_mma.ipynb #f4e68f4a
 @gluon.jit(do_not_specialize=["N", "L"])
 def _mma_attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, coefs, partial, scale, N, L, D: gl.constexpr,
                             STEP: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
@@ -329,9 +340,7 @@ def _mma_attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats,
     wide, source = gl.to_tensor(N).to(gl.int64), lane & (LANES - 1)
     real, at = source < L, stats + source.to(gl.int64) * wide
     P, n = gl.num_programs(0), gl.program_id(0).to(gl.int64)
-    ring, shared = _rings(dtype, (SOURCES + 1) * PIECES, AHEAD, T), None
-    if WARPS > 1:
-        shared = gl.allocate_shared_memory(gl.float32, [WARPS, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    ring, shared = _rings(dtype, (SOURCES + 1) * PIECES, AHEAD, T), _meeting(1, WARPS)
     for ahead in gl.static_range(AHEAD):
         _copy_row(ring, SOURCES * PIECES, ahead, do, (n + ahead * P) * D, n + ahead * P < N, offsets, D, T)
         for k in gl.static_range(SOURCES):
@@ -353,7 +362,8 @@ def _mma_attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats,
         async_copy.commit_group()
         slot = gl.where(slot == AHEAD - 1, 0, slot + 1)
         next_p, next_s, next_r = _statistics(at, n + P, wide, real & (n + P < N), SOURCES)
-        d = _dots(rows, g, odd, lane, shared, SOURCES, LANES, WARPS)
+        d = _over_groups(_dots(rows, g, odd, lane, SOURCES, LANES, WARPS), LANES)
+        d = _over_warps((d,), shared, WARPS)[0]
         d = d - _group_sum(p * d, LANES)
         a = p * (d - _group_sum(p * d, LANES)) * r  # (5)
         b = a * s * r * (1. / D)

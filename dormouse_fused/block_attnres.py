@@ -6,16 +6,19 @@
 __all__ = ['naive_block_attnres', 'block_passes', 'block_stack_passes', 'block_attnres_cost', 'batched_attnres', 'merge_attnres',
            'BlockAttnResStack', 'aot_cases']
 
-# %% ../nbs/31_block_attnres.ipynb #adaf116a
+# %% ../nbs/31_block_attnres.ipynb #ba2d9c24
 import weakref
 from functools import cache, partial as partially
+from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from .attnres import _check_numbers, _dot, _in_place, _multiprocessors, _padded, _plus, _put_row
 from .attnres import _query, _row, _shape, _sums, _times, _warps, _zeros, naive_attnres
+from .attnres_mma import runs_here
+from .block_attnres_mma import block_mma_launcher, device_plan, mma_room
 from .machine import Cost, tensor_bytes
-from .triton import FLOATS, Case, cast, check_device, check_tensor, first_order, launcher
+from .triton import FLOATS, INTERPRET, Case, cast, check_device, check_tensor, first_order, launcher
 from .triton import below_autograd, on_its_device, register, remembered, straight
 import triton
 import triton.language as tl
@@ -213,24 +216,32 @@ def _count(N, device, a_multiprocessor):
     "Programs: so many that each has equally many tokens."
     return -(-N // max(1, -(-N // (_multiprocessors(device) * a_multiprocessor))))
 
-# %% ../nbs/31_block_attnres.ipynb #2899a54a
+# %% ../nbs/31_block_attnres.ipynb #5a9967af
 @cache
 def _fwd_launcher(D, step, dtype, L, exact, queries):
     warps, (_, batch) = _wide(D), _fwd_cut(D, L)
     return launcher(_block_attnres_fwd_kernel, **_shape(D, warps), STEP=step, QUERIES=queries, SOURCES=L, LANES=triton.next_power_of_2(L),
                     BATCH=batch, EXACT=exact, EIGHT=warps > 1, STAGES=1, num_warps=warps)
 
+def _fast(tensors, step, M, S, backward=False):
+    "The plan of chapter *A block's reads on tensor cores*, if it can be done with these tensors."
+    x = tensors[0]
+    return device_plan(M, x.shape[-1], S, backward, x.device.index) if runs_here(tensors, step) else None
+
 def _read(query, residuals, rms_weight, outs, eps, scale):
     "Phase 1, into outs: lse [S, ...], stats [S, N, 2, LANES] and rstds [N, LANES], all float32."
     L, x, (S, D) = len(residuals), residuals[0], query.shape
-    N, room = x.numel() // D, _room(L)
+    N = x.numel() // D
     lse, stats, rstds = _numbers(query, residuals)
     residuals, step = _in_place(residuals)
-    query, rms_weight, programs = query.contiguous(), rms_weight.contiguous(), _count(N, x.device, 2 if _wide(D) > 1 else 8)
-    for i, j in _parts(S, _fwd_cut(D, room)[0]) if N else ():
-        _fwd_launcher(D, step, x.dtype, room, room == L, j - i)(
-            programs, _padded(residuals, room), query[i:j], rms_weight[i:j], tuple(outs[i:j]), lse[i:j], stats[i:j], rstds, eps, scale,
-            N, L, j - i)
+    query, rms_weight, plan = query.contiguous(), rms_weight.contiguous(), _fast(residuals, step, L, S)
+    if plan: room, most, each = mma_room(L), plan.most, plan.programs
+    else: room, most, each = _room(L), _fwd_cut(D, _room(L))[0], 2 if _wide(D) > 1 else 8
+    residuals, programs = _padded(residuals, room), _count(N, x.device, each)
+    for i, j in _parts(S, most) if N else ():
+        given = residuals, query[i:j], rms_weight[i:j], tuple(outs[i:j]), lse[i:j], stats[i:j], rstds, eps, scale, N, L
+        if plan: block_mma_launcher(plan, D, step, room, j - i, room == L)(programs, *given)
+        else: _fwd_launcher(D, step, x.dtype, room, room == L, j - i)(programs, *given, j - i)
     return lse, stats, rstds
 
 def _numbers(query, residuals):
@@ -255,9 +266,9 @@ def _merge(query, partial, added, rms_weight, out, lse, merged, total, eps, scal
     if N: _merge_launcher(D, stages)(programs, partial, added, out, lse, query, rms_weight, merged, total, stats, eps, scale, N)
     return stats
 
-# %% ../nbs/31_block_attnres.ipynb #99e239ff
+# %% ../nbs/31_block_attnres.ipynb #7f0c90d2
 @triton.jit(do_not_specialize=["N"])
-def _merge_attnres_bwd_kernel(do, read, partial, given, query, rms_weight, stats, dots, dpartial, dout, dlse, shares, scale, N,
+def _merge_attnres_bwd_kernel(do, read, partial, given, query, rms_weight, stats, links, dpartial, dout, dlse, shares, scale, N,
                               D: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):
     """Equations (8) and (9). `read` is h, or h1 if there is dout for its gradient; shares [programs, D] gets shares of u / c."""
     qw, one, b_u = _query(query, rms_weight, scale, D, W), tl.zeros([1, 1], tl.int32), _zeros(D, W)
@@ -273,7 +284,10 @@ def _merge_attnres_bwd_kernel(do, read, partial, given, query, rms_weight, stats
             tl.store(dlse + n + one, -ds)
             _put_row(dout, n * D, _times(alpha, b_g), D, W)
         else:
-            tl.store(dots + n + one, d_b)
+            to = links + n * 4 + one
+            tl.store(to, alpha)
+            tl.store(to + 1, beta)
+            tl.store(to + 2, d_b)
         a = ds * r
         b_db = _plus(_plus(_times(beta, b_g), a, qw), -(a * s * r / D), b_b)
         if given is not None:
@@ -282,7 +296,7 @@ def _merge_attnres_bwd_kernel(do, read, partial, given, query, rms_weight, stats
         b_u = _plus(b_u, a, b_b)
     _put_row(shares, tl.program_id(0) * D, b_u, D, W)
 
-# %% ../nbs/31_block_attnres.ipynb #094f1eac
+# %% ../nbs/31_block_attnres.ipynb #9d661d4a
 @triton.jit
 def _foremost(d, p, best, ref):
     "One step on the way to the largest p and its d."
@@ -290,7 +304,7 @@ def _foremost(d, p, best, ref):
     return tl.where(better, p, best), tl.where(better, d, ref)
 
 @triton.jit(do_not_specialize=["N", "L", "Q", "fresh", "ROWS"])
-def _block_attnres_bwd_kernel(residuals, works, last, gs, dlse, links, dots, query, rms_weight, stats, rstds, shares, scale, N, L, Q, fresh,
+def _block_attnres_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_weight, stats, rstds, shares, scale, N, L, Q, fresh,
                               ROWS, D: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, QUERIES: tl.constexpr, BARE: tl.constexpr,
                               SOURCES: tl.constexpr, LANES: tl.constexpr, EXACT: tl.constexpr, EIGHT: tl.constexpr, STAGES: tl.constexpr):
     """Equations (10) to (12) for all queries at once. Gradients of sources go to works, or are added to what is there."""
@@ -321,8 +335,9 @@ def _block_attnres_bwd_kernel(residuals, works, last, gs, dlse, links, dots, que
                 if dlse is not None:
                     shift -= tl.load(dlse + i * wide + n + one)
                 if i >= BARE:
-                    alpha = tl.load(links[i] + n * 4 + one)
-                    shift -= tl.load(links[i] + n * 4 + 1 + one) * (ref - tl.load(dots[i] + n + one) + shift)
+                    link = links + (i * wide + n) * 4 + one
+                    alpha = tl.load(link)
+                    shift -= tl.load(link + 1) * (ref - tl.load(link + 2) + shift)  # (10)
                 for k in tl.static_range(SOURCES):
                     weight = alpha * p[k]
                     a = weight * ((d[k] - ref) - shift) * tl.load(of + k)
@@ -347,9 +362,9 @@ def _block_attnres_bwd_kernel(residuals, works, last, gs, dlse, links, dots, que
     for i in tl.static_range(QUERIES):
         _put_row(shares, (i * tl.cast(ROWS, tl.int64) + tl.program_id(0)) * D, b_u[i], D, W)
 
-# %% ../nbs/31_block_attnres.ipynb #fa3dbb29
+# %% ../nbs/31_block_attnres.ipynb #73c0dc24
 @triton.jit(do_not_specialize=["N", "L", "Q"])
-def _block_attnres_coefs_kernel(residuals, gs, dlse, links, dots, stats, rstds, coefs, N, L, Q, D: tl.constexpr, STEP: tl.constexpr,
+def _block_attnres_coefs_kernel(residuals, gs, dlse, links, stats, rstds, coefs, N, L, Q, D: tl.constexpr, STEP: tl.constexpr,
                                 W: tl.constexpr, QUERIES: tl.constexpr, BARE: tl.constexpr, SOURCES: tl.constexpr,
                                 LANES: tl.constexpr, BATCH: tl.constexpr, EXACT: tl.constexpr, EIGHT: tl.constexpr):
     """p, a and b of (10) and (11), to coefs [QUERIES, N, 3, LANES]."""
@@ -385,8 +400,9 @@ def _block_attnres_coefs_kernel(residuals, gs, dlse, links, dots, stats, rstds, 
             if dlse is not None:
                 shift -= tl.load(dlse + i * wide + n + one)
             if i >= BARE:
-                alpha = tl.load(links[i] + n * 4 + one)
-                shift -= tl.load(links[i] + n * 4 + 1 + one) * (ref - tl.load(dots[i] + n + one) + shift)
+                link = links + (i * wide + n) * 4 + one
+                alpha = tl.load(link)
+                shift -= tl.load(link + 1) * (ref - tl.load(link + 2) + shift)  # (10)
             b_a = alpha * b_p * ((b_d[i] - ref) - shift) * b_r
             tl.store(to, alpha * b_p, mask=here)
             tl.store(to + LANES, b_a, mask=here)
@@ -448,7 +464,7 @@ def _block_attnres_weights_kernel(shares, query, rms_weight, dquery, drms_weight
     tl.store(dquery + at, cast(u * w, dquery.dtype.element_ty), mask=inside)
     tl.store(drms_weight + at, cast(u * q, drms_weight.dtype.element_ty), mask=inside)
 
-# %% ../nbs/31_block_attnres.ipynb #75e0f943
+# %% ../nbs/31_block_attnres.ipynb #3a860284
 @cache
 def _bwd_launcher(D, step, dtype, L, exact, queries, bare):
     warps = _wide(D)
@@ -471,42 +487,57 @@ def _spread_launcher(D, step, L, queries):
 @cache
 def _weights_launcher(D): return launcher(_block_attnres_weights_kernel, D=D, R=128, C=16)
 
-def _share_rows(N, D, L, S, size, device):
+def _share_rows(N, D, L, S, dtype, device):
     "Rows of each query's shares: a program's each, of phase 1 and of a merge."
-    if _bwd_cut(D, _room(L), S, size)[1]: first = _count(N, device, 1 if _wide(D) > 1 else 4)
+    fast = device_plan(L, D, S, True, device.index) if dtype is torch.bfloat16 and not (INTERPRET or torch.version.hip) else None
+    if fast: first = _count(N, device, fast.programs)
+    elif _bwd_cut(D, _room(L), S, dtype.itemsize)[1]: first = _count(N, device, 1 if _wide(D) > 1 else 4)
     else: first = min(-(-N // 4), max(1, 4 * _multiprocessors(device) // -(-D // 128)))
     return first, _count(N, device, 4)
 
-# %% ../nbs/31_block_attnres.ipynb #7c87f629
-def _back(gs, dlse, links, dots, query, residuals, rms_weight, stats, rstds, shares, works, last, fresh, scale):
+class _BackCut(NamedTuple):
+    "How the backward of phase 1 is launched."
+    residuals: list # as they can be read
+    step: int
+    plan: object # the fast path's, or None
+    most: int # queries at a time
+    fused: bool # whether one kernel does it all
+
+def _back_cut(gs, residuals, S):
+    (residuals, step), L, x = _in_place(residuals), len(residuals), residuals[0]
+    if plan := _fast([*residuals, *gs], step, L, S, True): return _BackCut(residuals, step, plan, plan.most, True)
+    return _BackCut(residuals, step, None, *_bwd_cut(x.shape[-1], _room(L), S, x.itemsize))
+
+# %% ../nbs/31_block_attnres.ipynb #c6f70995
+def _back(cut, gs, dlse, links, query, rms_weight, stats, rstds, shares, works, last, fresh, scale):
     """Backward of phase 1: gradients of query and rms_weight, into works, and into last if given, that of the sources.
 
-    links and dots are those of the last len(links) queries; shares [S, rows, D] holds what their merges have put there."""
-    L, (S, D), x = len(residuals), query.shape, residuals[0]
-    N, room, bare, rows = x.numel() // D, _room(L), S - len(links), shares.shape[1]
-    P, _ = _share_rows(N, D, L, S, x.itemsize, x.device)
-    residuals, step = _in_place(residuals)
-    most, fused = _bwd_cut(D, room, S, x.itemsize)
+    links [S, N, 4] has what the merges of all but the first query have left, or is None if there were none; shares [S, rows, D]
+    holds theirs of u."""
+    (residuals, step, plan, most, fused), (S, D) = cut, query.shape
+    L, x, room = len(residuals), gs[0], (mma_room if plan else _room)(len(residuals))
+    N, bare, rows = x.numel() // D, S if links is None else 1, shares.shape[1]
+    P, _ = _share_rows(N, D, L, S, x.dtype, x.device)
     query, rms_weight, residuals, works = query.contiguous(), rms_weight.contiguous(), _padded(residuals, room), _padded(works, room)
-    links, dots = ((shares,) * bare + tuple(t) for t in (links, dots))
     for i, j in _parts(S, most):
-        now = (fresh if i == 0 else 0) + (4 if j < S else 0)
-        key = D, step, x.dtype, room, room == L, j - i, min(max(0, bare - i), j - i)
-        given = tuple(gs[i:j]), None if dlse is None else dlse[i:j], links[i:j], dots[i:j]
-        if fused:
-            _bwd_launcher(*key)(P, residuals, works, last, *given, query[i:j], rms_weight[i:j], stats[i:j], rstds, shares[i:j], scale,
-                                      N, L, j - i, now, rows)
+        now, without = (fresh if i == 0 else 0) + (4 if j < S else 0), min(max(0, bare - i), j - i)
+        key, linked = (D, step, x.dtype, room, room == L, j - i, without), None if without == j - i else links[i:j]
+        given, weights = (tuple(gs[i:j]), None if dlse is None else dlse[i:j], linked), (query[i:j], rms_weight[i:j])
+        if plan:
+            block_mma_launcher(plan, D, step, room, j - i, room == L, without)(
+                P, residuals, works, last, *given, *weights, stats[i:j], rstds, shares[i:j], scale, N, L, now, rows)
+        elif fused:
+            _bwd_launcher(*key)(P, residuals, works, last, *given, *weights, stats[i:j], rstds, shares[i:j], scale, N, L, j - i, now, rows)
         else:
             coefs = stats.new_empty(j - i, N, 3, stats.shape[-1])
             _coefs_launcher(*key)(_count(N, x.device, 8), residuals, *given, stats[i:j], rstds, coefs, N, L, j - i)
             _spread_launcher(D, step, room, j - i)(
-                P * triton.cdiv(D, 128), residuals, works, last, given[0], query[i:j], rms_weight[i:j], coefs, shares[i:j], scale, N, L,
-                now, rows)
+                P * triton.cdiv(D, 128), residuals, works, last, given[0], *weights, coefs, shares[i:j], scale, N, L, now, rows)
     dquery, dweight = torch.empty_like(query), torch.empty_like(rms_weight)
     _weights_launcher(D)(S * triton.cdiv(D, 16), shares, query, rms_weight, dquery, dweight, scale, bare, P, rows)
     return dquery, dweight
 
-# %% ../nbs/31_block_attnres.ipynb #b20b96f7
+# %% ../nbs/31_block_attnres.ipynb #4f75be02
 def _batched(query, residuals, rms_weight, eps, scale):
     x = residuals[0]
     out = x.new_empty(query.shape[0], *x.shape)
@@ -519,14 +550,15 @@ def _batched_fake(query, residuals, rms_weight, eps, scale):
 def _batched_bwd(dout, dlse, query, residuals, rms_weight, stats, rstds, scale):
     "Gradients of query, rms_weight and every source."
     x, (S, D) = residuals[0], query.shape
-    N, most = x.numel() // D, _bwd_cut(D, _room(len(residuals)), S, x.itemsize)[0]
+    N, gs = x.numel() // D, dout.contiguous().unbind()
     if not N: return [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, rms_weight, *residuals)]
-    rows, _ = _share_rows(N, D, len(residuals), S, x.itemsize, x.device)
-    shares, several = x.new_empty(S, rows, D, dtype=torch.float32), S > most
+    rows, _ = _share_rows(N, D, len(residuals), S, x.dtype, x.device)
+    shares, cut = x.new_empty(S, rows, D, dtype=torch.float32), _back_cut(gs, residuals, S)
+    several = S > cut.most
     grads = [torch.empty(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in residuals]
     last = torch.empty(x.shape, dtype=x.dtype, device=x.device) if several else None
     dlse = None if dlse is None else dlse.contiguous()
-    weights = _back(dout.contiguous().unbind(), dlse, (), (), query, residuals, rms_weight, stats, rstds, shares, grads, last, 3, scale)
+    weights = _back(cut, gs, dlse, None, query, rms_weight, stats, rstds, shares, grads, last, 3, scale)
     return [*weights, *([*(g.to(x.dtype) for g in grads[:-1]), last] if several else grads)]
 
 def _batched_bwd_fake(dout, dlse, query, residuals, rms_weight, stats, rstds, scale):
@@ -594,7 +626,7 @@ def batched_attnres(
     _check_batched(queries, rms_weights, *residuals)
     return _call_batched(queries, residuals, rms_weights, float(rms_eps), float(scale))[:2]
 
-# %% ../nbs/31_block_attnres.ipynb #0ff1e98c
+# %% ../nbs/31_block_attnres.ipynb #3a7f93f1
 @cache
 def _merge_bwd_launcher(D, size):
     return launcher(_merge_attnres_bwd_kernel, **_shape(D, _warps(D)), STAGES=_merge_stages(D, size), num_warps=_warps(D))
@@ -615,7 +647,7 @@ def _merged_bwd(do, query, partial, rms_weight, out, stats, scale):
     dquery, dpartial, dweight, dout = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors)
     dlse = partial.new_empty(partial.shape[:-1], dtype=torch.float32)
     if not N: return [dquery.zero_(), dpartial, dweight.zero_(), dout, dlse]
-    P = _share_rows(N, D, 1, 1, partial.itemsize, partial.device)[1]
+    P = _share_rows(N, D, 1, 1, partial.dtype, partial.device)[1]
     shares = partial.new_empty(P, D, dtype=torch.float32)
     _merge_bwd_launcher(D, partial.itemsize)(P, do.contiguous(), out.contiguous(), partial, None, query, rms_weight, stats, None, dpartial,
                                              dout, dlse, shares, scale, N)
@@ -707,7 +739,7 @@ class _Sum(torch.autograd.Function):
         if work is not None: given = (work if given is None else given + work).to(ctx.dtype)
         return None, None, given
 
-# %% ../nbs/31_block_attnres.ipynb #e9ecbc42
+# %% ../nbs/31_block_attnres.ipynb #1a0e3425
 _read_fwd, _merge_fwd, _read_back = on_its_device(_read), on_its_device(_merge), on_its_device(lambda x, *rest: _back(*rest))
 
 class _Phase1(torch.autograd.Function):
@@ -726,35 +758,35 @@ class _Phase1(torch.autograd.Function):
     def backward(ctx, *gs):
         query, rms_weight, stats, rstds, *sources = ctx.saved_tensors
         run, S, x, newest = ctx.runs.now(), query.shape[0], sources[-1], len(sources) - 1
-        shares, links, dots = _left_by_merges(run, ctx.block, S, len(sources), x)
+        shares, links = _left_by_merges(run, ctx.block, S, len(sources), x)
         works, fresh = _workspaces(run, range(newest), x)
         mine = run.pop(("sum", newest), None)
         fresh += 2 * (mine is None)
-        several = S > _bwd_cut(x.shape[-1], _room(len(sources)), S, x.itemsize)[0]
-        if mine is None: mine = x.new_empty(x.shape if several else 1, dtype=torch.float32)
         gs, dlast = [torch.zeros_like(x) if g is None else g.contiguous() for g in gs[:S]], torch.empty_like(x)
-        dquery, dweight = _read_back(x, gs, None, links, dots, query, sources, rms_weight, stats, rstds, shares, [*works, mine], dlast,
-                                     fresh, ctx.scale)
+        cut = _back_cut(gs, sources, S)
+        if mine is None: mine = x.new_empty(x.shape if S > cut.most else 1, dtype=torch.float32)
+        dquery, dweight = _read_back(x, cut, gs, None, links, query, rms_weight, stats, rstds, shares, [*works, mine], dlast, fresh,
+                                     ctx.scale)
         return None, None, None, None, dquery, dweight, *[None] * newest, dlast
 
-# %% ../nbs/31_block_attnres.ipynb #8c363baa
+# %% ../nbs/31_block_attnres.ipynb #5eb41170
 def _shares_of(run, block, S, L, x):
-    "Where a block's programs put their shares: [S, rows, D]."
+    "Where a block's programs put their shares [S, rows, D], and its merges links [S, N, 4]."
     if block not in run:
         N, D = x.numel() // x.shape[-1], x.shape[-1]
-        rows = _share_rows(N, D, L, S, x.itemsize, x.device)
-        run[block] = x.new_empty(S, sum(rows) if S > 1 else rows[0], D, dtype=torch.float32)
+        rows, new = _share_rows(N, D, L, S, x.dtype, x.device), partially(x.new_empty, dtype=torch.float32)
+        run[block] = new(S, sum(rows) if S > 1 else rows[0], D), new(S, N, 4) if S > 1 else None
     return run[block]
 
 def _left_by_merges(run, block, S, L, x):
-    "A block's shares, and alpha, beta and d_b of all but the first read; zeros of a read that nothing has come back through."
-    shares, left, N = _shares_of(run, block, S, L, x), [run.pop((block, i), None) for i in range(1, S)], x.numel() // x.shape[-1]
+    "A block's shares and links; zeros of a read that nothing has come back through."
+    shares, links = _shares_of(run, block, S, L, x)
     del run[block]
-    for i, one in enumerate(left):
-        if one is None:
-            left[i] = x.new_zeros(N, 4, dtype=torch.float32), x.new_zeros(N, dtype=torch.float32)
-            shares[i + 1].zero_()
-    return shares, *(zip(*left) if left else ((), ()))
+    for i in range(1, S):
+        if not run.pop((block, i), None):
+            links[i].zero_()
+            shares[i].zero_()
+    return shares, links
 
 def _workspaces(run, numbers, x):
     "Float32 tensors for gradients of sums, and 1 if nothing is in them yet, else 0."
@@ -764,17 +796,16 @@ def _workspaces(run, numbers, x):
         if ("sum", j) not in run: run["sum", j] = new(x.shape, dtype=torch.float32)
     return [run["sum", j] for j in numbers], int(fresh)
 
-# %% ../nbs/31_block_attnres.ipynb #09741d86
+# %% ../nbs/31_block_attnres.ipynb #92f230e6
 _merge_back = on_its_device(lambda g, *rest: _merge_backward(g, *rest))
 
-def _merge_backward(g, h, partial, given, query, rms_weight, stats, shares, scale):
-    "Gradient of the partial sum, and <b, g>."
+def _merge_backward(g, h, partial, given, query, rms_weight, stats, links, shares, scale):
+    "Gradient of the partial sum."
     D = g.shape[-1]
-    N = g.numel() // D
-    dots, dpartial, given = stats.new_empty(N), torch.empty_like(partial), None if given is None else given.contiguous()
+    N, dpartial, given = g.numel() // D, torch.empty_like(partial), None if given is None else given.contiguous()
     launch = _merge_bwd_launcher(D, partial.itemsize)
-    launch(shares.shape[0], g.contiguous(), h, partial, given, query, rms_weight, stats, dots, dpartial, None, None, shares, scale, N)
-    return dpartial, dots
+    launch(shares.shape[0], g.contiguous(), h, partial, given, query, rms_weight, stats, links, dpartial, None, None, shares, scale, N)
+    return dpartial
 
 class _Phase2(torch.autograd.Function):
     @staticmethod
@@ -794,10 +825,10 @@ class _Phase2(torch.autograd.Function):
         block, i, S, L = ctx.place
         if g is not None:
             run = ctx.runs.now()
-            shares = _shares_of(run, block, S, L, g)[i]
-            first, rest = _share_rows(stats.shape[0], g.shape[-1], L, S, g.itemsize, g.device)
-            given, dots = _merge_back(g, h, total, given, query, rms_weight, stats, shares[first:], ctx.scale)
-            run[block, i] = stats, dots
+            shares, links = _shares_of(run, block, S, L, g)
+            first, _ = _share_rows(stats.shape[0], g.shape[-1], L, S, g.dtype, g.device)
+            given = _merge_back(g, h, total, given, query, rms_weight, stats, links[i], shares[i, first:], ctx.scale)
+            run[block, i] = True
         return None, None, None, None, None, None, None if ctx.first else given, given, g, None
 
 # %% ../nbs/31_block_attnres.ipynb #1b6bdf4c
@@ -872,7 +903,7 @@ def _plain_block(layers, runs, place, eps, scale, query, rms_weight, *sums):
         partial = f if partial is None else partial + f
     return partial.contiguous()
 
-# %% ../nbs/31_block_attnres.ipynb #449b23f9
+# %% ../nbs/31_block_attnres.ipynb #fd3f1a27
 def aot_cases(
     shapes=((4, 8, 2048, "bf16"), (4, 8, 2048, "fp32"), (5, 1, 2048, "bf16"), (4, 4, 4096, "bf16"), (2, 3, 300, "fp32")), # M, S, D, dtype
 ) -> list: # of `Case`
@@ -888,7 +919,7 @@ def _aot_cases(L, S, D, dtype, x):
     numbers = dict(eps="fp32", scale="fp32", **dict.fromkeys(("N", "L", "Q", "fresh", "BARE", "P", "ROWS"), "i32"))
     floats = "query", "rms_weight", "lse", "stats", "rstds", "coefs", "shares", "dquery", "drms_weight"
     tensors = dict(residuals=(x,) * room, outs=(x,) * queries, gs=(x,) * most, works=("*fp32",) * room, last=x,
-                   links=("*fp32",) * most, dots=("*fp32",) * most)
+                   links="*fp32")
     def case(kernel, fixed, num_warps=4, **kinds):
         given = numbers | dict.fromkeys(floats, "*fp32") | tensors | kinds
         return Case(f"dormouse_fused.block_attnres:_{kernel}_kernel", {k: t for k, t in given.items() if k not in fixed}, fixed,
@@ -904,7 +935,7 @@ def _aot_cases(L, S, D, dtype, x):
 
 def _aot_merge_cases(D, x, case):
     fixed, kinds = _shape(D, _warps(D)) | dict(STAGES=1), dict.fromkeys(("partial", "out", "given", "do", "read", "dpartial"), x)
-    kinds |= dict(added=x, merged=x, total=x, dots="*fp32", lse="*fp32")
+    kinds |= dict(added=x, merged=x, total=x, links="*fp32", lse="*fp32")
     return [case("merge_attnres_fwd", fixed, _warps(D), **kinds),
             case("merge_attnres_bwd", fixed | dict(dout=None, dlse=None), _warps(D), **kinds),
             case("block_attnres_weights", dict(D=D, R=128, C=16))]
