@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['naive_attnres', 'attnres_cost', 'stack_passes', 'fused_attnres', 'Sources', 'AttnResStack', 'aot_cases']
 
-# %% ../nbs/30_attnres.ipynb #1c3443dd
+# %% ../nbs/30_attnres.ipynb #d6ced5a9
 import weakref
 from functools import cache
 import torch
@@ -16,7 +16,6 @@ from .triton import FLOATS, INTERPRET, Case, cast, check_device, check_tensor, f
 from .triton import below_autograd, on_its_device, register, remembered, straight
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 # %% ../nbs/30_attnres.ipynb #ebb068f9
 def naive_attnres(query, residuals, rms_weight, output_rms_weight=None, rms_eps=1e-6, scale=1.0, return_weights=False):
@@ -339,15 +338,13 @@ def _attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, coe
                 b_u = _plus(b_u, a, b_v)
     _put_row(partial, tl.program_id(0) * D, b_u, D, W)  # (7)
 
-# %% ../nbs/30_attnres.ipynb #8b475f69
+# %% ../nbs/30_attnres.ipynb #7569f9da
 @triton.jit(do_not_specialize=["P"])
 def _attnres_weights_kernel(partial, query, rms_weight, dquery, drms_weight, doutput, scale, P, D: tl.constexpr, R: tl.constexpr,
-                            C: tl.constexpr, EARLY: tl.constexpr):
-    """Equation (7), and the sum of (8), for C columns; partial is [1 or 2, P, D]. EARLY: the kernel before may still run."""
+                            C: tl.constexpr):
+    """Equation (7), and the sum of (8), for C columns; partial is [1 or 2, P, D]."""
     cols = tl.program_id(0) * C + tl.arange(0, C)
     inside = cols < D
-    if EARLY:
-        gdc_wait()
     total, last = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
     for first in tl.range(0, P, R, num_stages=3):
         rows = first + tl.arange(0, R)
@@ -363,17 +360,15 @@ def _attnres_weights_kernel(partial, query, rms_weight, dquery, drms_weight, dou
         tl.store(doutput + cols, cast(tl.sum(last, 0), doutput.dtype.element_ty), mask=inside)
 
 @cache
-def _weights_launcher(D, rows, device):
-    early = not (INTERPRET or torch.version.hip) and torch.cuda.get_device_capability(device)[0] >= 9
-    return launcher(_attnres_weights_kernel, D=D, R=rows, C=16, EARLY=early, **(dict(launch_pdl=True) if early else {}))
+def _weights_launcher(D, rows): return launcher(_attnres_weights_kernel, D=D, R=rows, C=16)
 
 def _weights(partial, query, rms_weight, output_rms_weight, scale):
     "Gradients of the query, the norm's weight and the output norm's, from the programs' shares."
     dquery, dweight = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, rms_weight))
     doutput = None if output_rms_weight is None else torch.empty_like(output_rms_weight, memory_format=torch.contiguous_format)
     P, D = partial.shape[1:]
-    launch = _weights_launcher(D, 128 if P <= 128 or doutput is not None else 512, partial.device.index)
-    launch(triton.cdiv(D, 16), partial, query.contiguous(), rms_weight.contiguous(), dquery, dweight, doutput, scale, P)
+    _weights_launcher(D, 256 if doutput is None else 128)(
+        triton.cdiv(D, 16), partial, query.contiguous(), rms_weight.contiguous(), dquery, dweight, doutput, scale, P)
     return dquery, dweight, doutput
 
 # %% ../nbs/30_attnres.ipynb #d2f5fd7c
@@ -767,7 +762,7 @@ class AttnResStack(nn.Module):
         for layer, weight in zip(layers, weights): sources.append(layer(sources.read(*weight)))
         return sources.read(*weights[-1])
 
-# %% ../nbs/30_attnres.ipynb #089caf31
+# %% ../nbs/30_attnres.ipynb #4a928d72
 def aot_cases(
     shapes=((8, 768, "bf16"), (8, 768, "fp32"), (9, 4096, "bf16"), (3, 300, "fp32")), # sources, D, dtype
 ) -> list: # of `Case`
@@ -799,6 +794,6 @@ def _aot_cases(L, D, dtype, name, nvidia):
         fixed = row | opaque | lanes | dict(BATCH=_batch(L, D, dtype, share), EXACT=exact)
         cases.append(case("read_bwd", sources | dict(do=x, mixed="*fp32"), fixed, warps, **more))
     cases += [case("spread", sources | dict(dresiduals=(x,) * L, g=x), dict(D=D, STEP=D, SOURCES=L, R=16, C=128)),
-              case("weights", dict(dquery="*fp32", drms_weight="*fp32", doutput="*fp32", P="i32"), dict(D=D, R=512, C=16, EARLY=False))]
+              case("weights", dict(dquery="*fp32", drms_weight="*fp32", doutput="*fp32", P="i32"), dict(D=D, R=256, C=16))]
     reads = dict(gs=(x,) * 8, **{k: ("*fp32",) * 8 for k in ("queries", "rms_weights", "stats", "alongs", "backs")})
     return [*cases, case("pull", reads | dict(v=x, given=x, out=x, READS="i32", INDEX="i32"), dict(D=D, MOST=8, R=16, C=128))]

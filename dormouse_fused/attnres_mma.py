@@ -10,11 +10,11 @@ from functools import cache
 import torch
 from .triton import INTERPRET, Case, launcher
 
-# %% ../nbs/08_attnres_mma.ipynb #95c1f595
+# %% ../nbs/08_attnres_mma.ipynb #5338a790
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from .gluon import interpret, launch_dependents, parts
+from .gluon import again, interpret, parts
 
 # %% ../nbs/08_attnres_mma.ipynb #908a43c6
 @gluon.constexpr_function
@@ -59,7 +59,7 @@ def _two_rows(x, y, g, acc):
         mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$10,$14,$11,$15}, {$18,$19}, {$0,$1,$2,$3};
         """, "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r,0,1,2,3,4,5,6,7", [x, y, g, acc], dtype=gl.float32, is_pure=False, pack=8)
 
-# %% ../nbs/08_attnres_mma.ipynb #018e564a
+# %% ../nbs/08_attnres_mma.ipynb #fe5da8d2
 @gluon.jit
 def _diagonal(acc, odd, T: gl.constexpr):
     """A thread's diagonals of an accumulator [T, 8], in columns 0 or 1, 2 or 3, 4 or 5, 6 or 7; other threads have something else."""
@@ -77,6 +77,11 @@ def _places(WARPS: gl.constexpr):
     i = gl.arange(0, T, gl.SliceLayout(1, TILE))
     odd, unused = gl.split(gl.reshape(((i % 32 >> 2) & 1)[:, None] + gl.zeros([T, 8], gl.int32, TILE), [T, 2, 2, 2]))
     return i, i[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, TILE))[None, :], odd
+
+@gluon.jit
+def _columns(i, WARPS: gl.constexpr):
+    """The columns of thread i, as news to the compiler: it computes addresses where they're used, and keeps none."""
+    return again(i)[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, _tile(WARPS)))[None, :]
 
 # %% ../nbs/08_attnres_mma.ipynb #30890a82
 @gluon.jit
@@ -229,7 +234,7 @@ def _scores(rows, u, odd, lane, shared, D: gl.constexpr, SOURCES: gl.constexpr, 
     other = _swapped(x, LANES)
     return gl.where(upper, other, x), gl.where(upper, x, other)
 
-# %% ../nbs/08_attnres_mma.ipynb #5773572d
+# %% ../nbs/08_attnres_mma.ipynb #f75bddf2
 @gluon.jit
 def _added(y, a, x):
     """y + a x."""
@@ -250,11 +255,12 @@ def _mma_attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out
     lane = i % 32
     wide = gl.to_tensor(N).to(gl.int64)
     real, at = (lane & (LANES - 1)) < L, stats + i.to(gl.int64) * wide
-    P, n = gl.num_programs(0), gl.program_id(0).to(gl.int64)
+    P, n = gl.num_programs(0), gl.program_id(0)
     ring, shared = _rings(dtype, SOURCES * PIECES, AHEAD, T), _meeting(1, WARPS)
     for ahead in gl.static_range(AHEAD):
         for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, ahead, residuals[k], (n + ahead * P) * STEP, (n + ahead * P < N) & (k < L), offsets, D, T)
+            _copy_row(ring, k * PIECES, ahead, residuals[k], (n + ahead * P).to(gl.int64) * STEP, (n + ahead * P < N) & (k < L),
+                      offsets, D, T)
         async_copy.commit_group()
     u, c_qw = (), _weights_row(query, rms_weight, scale, offsets, D, T)
     for j in gl.static_range(PIECES):
@@ -266,7 +272,8 @@ def _mma_attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out
         for k in gl.static_range(SOURCES):
             rows = rows + (_taken(ring, k * PIECES, slot, PIECES, WARPS),)
         for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, slot, residuals[k], (n + AHEAD * P) * STEP, (n + AHEAD * P < N) & (k < L), offsets, D, T)
+            _copy_row(ring, k * PIECES, slot, residuals[k], (n + AHEAD * P).to(gl.int64) * STEP, (n + AHEAD * P < N) & (k < L),
+                      offsets, D, T)
         async_copy.commit_group()
         slot = gl.where(slot == AHEAD - 1, 0, slot + 1)
         square, dot = _scores(rows, u, odd, lane, shared, D, SOURCES, LANES, WARPS)
@@ -277,7 +284,7 @@ def _mma_attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out
         gl.store(at + n, p, mask=i < SOURCES)
         gl.store(at + n + SOURCES * wide, s, mask=i < SOURCES)
         gl.store(at + n + 2 * SOURCES * wide, r, mask=i < SOURCES)
-        b_o = ()
+        b_o, columns = (), _columns(i, WARPS)
         for _ in gl.static_range(PIECES):
             b_o = b_o + (gl.zeros([T, 8], gl.float32, TILE),)
         for k in gl.static_range(SOURCES):
@@ -293,7 +300,7 @@ def _mma_attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out
                 y = r[:, None] * b_o[j] * gl.load(output_rms_weight + j * 8 * T + offsets, mask=inside, other=0.).to(gl.float32)
             else:
                 y = b_o[j]
-            gl.store(out + n * D + j * 8 * T + offsets, y.to(dtype), mask=inside)
+            gl.store(out + n.to(gl.int64) * D + j * 8 * T + columns, y.to(dtype), mask=columns < D - j * 8 * T)
         n += P
 
 # %% ../nbs/08_attnres_mma.ipynb #a3c9df9c
@@ -322,15 +329,12 @@ def _statistics(at, n, wide, there, SOURCES: gl.constexpr):
     return (gl.load(at + n, mask=there, other=0.), gl.load(at + n + SOURCES * wide, mask=there, other=0.),
             gl.load(at + n + 2 * SOURCES * wide, mask=there, other=0.))
 
-# %% ../nbs/08_attnres_mma.ipynb #f4e68f4a
+# %% ../nbs/08_attnres_mma.ipynb #648301f4
 @gluon.jit(do_not_specialize=["N", "L"])
 def _mma_attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, coefs, partial, scale, N, L, D: gl.constexpr,
-                            STEP: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
-                            EARLY: gl.constexpr):
+                            STEP: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr):
     """Gradients of SOURCES rows of N tokens, or, if dresiduals is None, a and b of L of them into coefs [2, SOURCES, N]; partial
-    [1, programs, D] gets each program's share of u / c. EARLY: the kernel that adds them up may be started."""
-    if EARLY:
-        launch_dependents()
+    [1, programs, D] gets each program's share of u / c. Tokens are taken from the last to the first."""
     T: gl.constexpr = 32 * WARPS
     PIECES: gl.constexpr = (D + 8 * T - 1) // (8 * T)
     TILE: gl.constexpr = _tile(WARPS)
@@ -339,44 +343,46 @@ def _mma_attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats,
     lane = i % 32
     wide, source = gl.to_tensor(N).to(gl.int64), lane & (LANES - 1)
     real, at = source < L, stats + source.to(gl.int64) * wide
-    P, n = gl.num_programs(0), gl.program_id(0).to(gl.int64)
+    P, n = gl.num_programs(0), gl.program_id(0)
     ring, shared = _rings(dtype, (SOURCES + 1) * PIECES, AHEAD, T), _meeting(1, WARPS)
     for ahead in gl.static_range(AHEAD):
-        _copy_row(ring, SOURCES * PIECES, ahead, do, (n + ahead * P) * D, n + ahead * P < N, offsets, D, T)
+        token = (N - 1 - (n + ahead * P)).to(gl.int64)
+        _copy_row(ring, SOURCES * PIECES, ahead, do, token * D, n + ahead * P < N, offsets, D, T)
         for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, ahead, residuals[k], (n + ahead * P) * STEP, (n + ahead * P < N) & (k < L), offsets, D, T)
+            _copy_row(ring, k * PIECES, ahead, residuals[k], token * STEP, (n + ahead * P < N) & (k < L), offsets, D, T)
         async_copy.commit_group()
     c_qw, b_u = _weights_row(query, rms_weight, scale, offsets, D, T), ()
     for _ in gl.static_range(PIECES):
         b_u = b_u + (gl.zeros([T, 8], gl.float32, TILE),)
-    p, s, r = _statistics(at, n, wide, real & (n < N), SOURCES)
+    p, s, r = _statistics(at, N - 1 - n, wide, real & (n < N), SOURCES)
     slot = 0
     while n < N:
+        token, later = (N - 1 - n).to(gl.int64), (N - 1 - (n + AHEAD * P)).to(gl.int64)
         async_copy.wait_group(AHEAD - 1)
         g, rows = _taken(ring, SOURCES * PIECES, slot, PIECES, WARPS), ()
         for k in gl.static_range(SOURCES):
             rows = rows + (_taken(ring, k * PIECES, slot, PIECES, WARPS),)
-        _copy_row(ring, SOURCES * PIECES, slot, do, (n + AHEAD * P) * D, n + AHEAD * P < N, offsets, D, T)
+        _copy_row(ring, SOURCES * PIECES, slot, do, later * D, n + AHEAD * P < N, offsets, D, T)
         for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, slot, residuals[k], (n + AHEAD * P) * STEP, (n + AHEAD * P < N) & (k < L), offsets, D, T)
+            _copy_row(ring, k * PIECES, slot, residuals[k], later * STEP, (n + AHEAD * P < N) & (k < L), offsets, D, T)
         async_copy.commit_group()
         slot = gl.where(slot == AHEAD - 1, 0, slot + 1)
-        next_p, next_s, next_r = _statistics(at, n + P, wide, real & (n + P < N), SOURCES)
+        next_p, next_s, next_r = _statistics(at, N - 1 - (n + P), wide, real & (n + P < N), SOURCES)
         d = _over_groups(_dots(rows, g, odd, lane, SOURCES, LANES, WARPS), LANES)
         d = _over_warps((d,), shared, WARPS)[0]
         d = d - _group_sum(p * d, LANES)
         a = p * (d - _group_sum(p * d, LANES)) * r  # (5)
         b = a * s * r * (1. / D)
         if dresiduals is None:
-            gl.store(coefs + i.to(gl.int64) * wide + n, a, mask=i < L)
-            gl.store(coefs + (SOURCES + i.to(gl.int64)) * wide + n, b, mask=i < L)
+            gl.store(coefs + i.to(gl.int64) * wide + token, a, mask=i < L)
+            gl.store(coefs + (SOURCES + i.to(gl.int64)) * wide + token, b, mask=i < L)
         for k in gl.static_range(SOURCES):
             a_k = _of_lane(a, k)[:, None]
             if dresiduals is not None:
                 p_k, b_k = _of_lane(p, k)[:, None], _of_lane(b, k)[:, None]
                 for j in gl.static_range(PIECES):
                     dv = p_k * g[j].to(gl.float32) + a_k * c_qw[j] - b_k * rows[k][j].to(gl.float32)  # (6)
-                    gl.store(dresiduals[k] + n * D + j * 8 * T + offsets, dv.to(dtype), mask=offsets < D - j * 8 * T)
+                    gl.store(dresiduals[k] + token * D + j * 8 * T + offsets, dv.to(dtype), mask=offsets < D - j * 8 * T)
             b_u = _added(b_u, a_k, rows[k])
         p, s, r = next_p, next_s, next_r
         n += P
@@ -418,11 +424,10 @@ def runs_here(
     return (x.dtype is torch.bfloat16 and step % 8 == 0 and not INTERPRET and not torch.version.hip
             and all([t.data_ptr() % 16 == 0 for t in tensors]))
 
-# %% ../nbs/08_attnres_mma.ipynb #e38f168c
+# %% ../nbs/08_attnres_mma.ipynb #f0a26f37
 def _fixed(L, D, step, plan, backward, major=9):
     "Compile-time arguments. Forward, the registers let as many programs share one of Hopper's multiprocessors as the table says."
     few = dict(maxnreg={1: 248, 2: 168, 4: 168}[plan[0]]) if plan[0] < 8 and not backward and major == 9 else {}
-    if backward: few = dict(EARLY=major >= 9)
     return dict(D=D, STEP=step, SOURCES=L, LANES=1 << (L - 1).bit_length(), AHEAD=plan[2], WARPS=plan[0], num_warps=plan[0]) | few
 
 @cache

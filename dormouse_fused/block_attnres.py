@@ -146,7 +146,7 @@ def _block_attnres_fwd_kernel(residuals, query, rms_weight, outs, lse, stats, rs
                 b_o, b_s, tops, totals = b_o + (b_oi,), b_s + (b_si,), tops + (top,), totals + (total,)
         tl.store(rstds + n * LANES + lanes, b_r)
 
-# %% ../nbs/31_block_attnres.ipynb #b7c117cb
+# %% ../nbs/31_block_attnres.ipynb #08f1c4d4
 @triton.jit
 def _two_ways(x):
     "sigmoid(x) and sigmoid(-x), each exact where it is small."
@@ -160,7 +160,7 @@ def _merge_attnres_fwd_kernel(partial, added, out, lse, query, rms_weight, merge
     """Equations (4) and (5); with `added`, the partial sum is first partial + added, rounded, and goes to total."""
     qw, one = _query(query, rms_weight, scale, D, W), tl.zeros([1, 1], tl.int32)
     for n in tl.range(tl.program_id(0), N, tl.num_programs(0), num_stages=STAGES):
-        n = tl.cast(n, tl.int64)
+        n = tl.cast(N - 1 - n, tl.int64)
         b_b, b_h = _row(partial, n * D, None, D, W), _row(out, n * D, None, D, W)
         if added is not None:
             b_b = _narrow(_plus(_times(1., b_b), 1., _row(added, n * D, None, D, W)), total)
@@ -266,14 +266,14 @@ def _merge(query, partial, added, rms_weight, out, lse, merged, total, eps, scal
     if N: _merge_launcher(D, stages)(programs, partial, added, out, lse, query, rms_weight, merged, total, stats, eps, scale, N)
     return stats
 
-# %% ../nbs/31_block_attnres.ipynb #7f0c90d2
+# %% ../nbs/31_block_attnres.ipynb #c0284a20
 @triton.jit(do_not_specialize=["N"])
 def _merge_attnres_bwd_kernel(do, read, partial, given, query, rms_weight, stats, links, dpartial, dout, dlse, shares, scale, N,
                               D: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr):
     """Equations (8) and (9). `read` is h, or h1 if there is dout for its gradient; shares [programs, D] gets shares of u / c."""
     qw, one, b_u = _query(query, rms_weight, scale, D, W), tl.zeros([1, 1], tl.int32), _zeros(D, W)
     for n in tl.range(tl.program_id(0), N, tl.num_programs(0), num_stages=STAGES):
-        n = tl.cast(n, tl.int64)
+        n = tl.cast(N - 1 - n, tl.int64)
         b_g, b_h, b_b = _row(do, n * D, None, D, W), _row(read, n * D, None, D, W), _row(partial, n * D, None, D, W)
         at = stats + n * 4 + one
         alpha, beta, s, r = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['emulated', 'mma_room', 'Plan', 'block_mma_plan', 'device_plan', 'block_mma_launcher', 'aot_cases']
 
-# %% ../nbs/09_block_attnres_mma.ipynb #cc495b38
+# %% ../nbs/09_block_attnres_mma.ipynb #22debb05
 from functools import cache
 from typing import NamedTuple
 import torch
-from .attnres_mma import _copy_row, _device, _dots, _folded, _group_max, _group_sum, _meeting, _of_lane
+from .attnres_mma import _columns, _copy_row, _device, _dots, _folded, _group_max, _group_sum, _meeting, _of_lane
 from .attnres_mma import _over_groups, _over_warps, _pair, _places, _rings, _scores, _swapped, _taken, _tile, _weights_row
 from .attnres_mma import emulated as _emulated
 from .gluon import again, interpret, parts
@@ -36,12 +36,7 @@ def _over_queries(x, LANES: gl.constexpr, PAIRS: gl.constexpr):
         x = x + _swapped(x, 16)
     return x
 
-# %% ../nbs/09_block_attnres_mma.ipynb #9f0129e1
-@gluon.jit
-def _columns(thread, WARPS: gl.constexpr):
-    """A thread's places in a row, as news to the compiler: it computes addresses where they're used, and keeps none."""
-    return again(thread)[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, _tile(WARPS)))[None, :]
-
+# %% ../nbs/09_block_attnres_mma.ipynb #5f9dceb7
 @gluon.jit
 def _kept(query, rms_weight, scale, offsets, QUERIES: gl.constexpr, D: gl.constexpr, T: gl.constexpr, SHARED: gl.constexpr):
     """All u, piece by piece: [T, 8] each."""
@@ -101,7 +96,7 @@ def _all_scores(rows, kept, lane, shared, QUERIES: gl.constexpr, SOURCES: gl.con
         out = out + (_over_groups(_folded(some, lane, FOLDED, LANES), FOLDED * LANES),)
     return _over_warps(out + (square,), shared, WARPS)
 
-# %% ../nbs/09_block_attnres_mma.ipynb #6e1fc3ed
+# %% ../nbs/09_block_attnres_mma.ipynb #a2b56570
 @gluon.jit(do_not_specialize=["N", "L"])
 def _block_mma_fwd_kernel(residuals, query, rms_weight, outs, lse, stats, rstds, eps, scale, N, L, D: gl.constexpr, STEP: gl.constexpr,
                           QUERIES: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, FOLDED: gl.constexpr, AHEAD: gl.constexpr,
@@ -118,11 +113,12 @@ def _block_mma_fwd_kernel(residuals, query, rms_weight, outs, lse, stats, rstds,
     lane, wide = thread % 32, gl.to_tensor(N).to(gl.int64)
     source, asker = lane & (LANES - 1), (lane & (FOLDED * LANES - 1)) // LANES
     real = source < count
-    P, n = gl.num_programs(0), gl.program_id(0).to(gl.int64)
+    P, n = gl.num_programs(0), gl.program_id(0)
     ring = _rings(dtype, SOURCES * PIECES, AHEAD, T)
     for ahead in gl.static_range(AHEAD):
+        token = (N - 1 - (n + ahead * P)).to(gl.int64)
         for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, ahead, residuals[k], (n + ahead * P) * STEP, (n + ahead * P < N) & (k < count), offsets, D, T)
+            _copy_row(ring, k * PIECES, ahead, residuals[k], token * STEP, (n + ahead * P < N) & (k < count), offsets, D, T)
         async_copy.commit_group()
     if QUERIES == 1:
         kept, c_qw, shared = (), _weights_row(query, rms_weight, scale, offsets, D, T), _meeting(1, WARPS)
@@ -132,12 +128,13 @@ def _block_mma_fwd_kernel(residuals, query, rms_weight, outs, lse, stats, rstds,
         kept, shared = _kept(query, rms_weight, scale, offsets, QUERIES, D, T, SHARED), _meeting(FOLDS + 1, WARPS)
     slot = 0
     while n < N:
+        token, later = (N - 1 - n).to(gl.int64), (N - 1 - (n + AHEAD * P)).to(gl.int64)
         async_copy.wait_group(AHEAD - 1)
         rows, columns = (), _columns(thread, WARPS)
         for k in gl.static_range(SOURCES):
             rows = rows + (_taken(ring, k * PIECES, slot, PIECES, WARPS),)
         for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, slot, residuals[k], (n + AHEAD * P) * STEP, (n + AHEAD * P < N) & (k < count), columns, D, T)
+            _copy_row(ring, k * PIECES, slot, residuals[k], later * STEP, (n + AHEAD * P < N) & (k < count), columns, D, T)
         async_copy.commit_group()
         slot = gl.where(slot == AHEAD - 1, 0, slot + 1)
         if QUERIES == 1:
@@ -146,7 +143,7 @@ def _block_mma_fwd_kernel(residuals, query, rms_weight, outs, lse, stats, rstds,
         else:
             sums = _all_scores(rows, kept, lane, shared, QUERIES, SOURCES, LANES, FOLDED, WARPS, SHARED)
         r = gl.where(real, gl.rsqrt(sums[FOLDS] * (1. / D) + eps), 0.)
-        gl.store(rstds + n * LANES + thread, r, mask=thread < LANES)
+        gl.store(rstds + token * LANES + thread, r, mask=thread < LANES)
         weights = ()
         for f in gl.static_range(FOLDS):
             s = gl.where(real, gl.fma(sums[f], r, 0.), float("-inf"))  # (1), rounded before anything is subtracted
@@ -154,7 +151,7 @@ def _block_mma_fwd_kernel(residuals, query, rms_weight, outs, lse, stats, rstds,
             p = gl.exp(s - top)
             total = _group_sum(p, LANES)
             p = p * (1. / total)
-            mine, row = (thread < FOLDED * LANES) & (f * FOLDED + asker < QUERIES), (asker + f * FOLDED).to(gl.int64) * wide + n
+            mine, row = (thread < FOLDED * LANES) & (f * FOLDED + asker < QUERIES), (asker + f * FOLDED).to(gl.int64) * wide + token
             gl.store(lse + row, top + gl.log(total), mask=mine & (source == 0))  # (2)
             gl.store(stats + row * (2 * LANES) + source, p, mask=mine)
             gl.store(stats + row * (2 * LANES) + LANES + source, gl.where(real, s, 0.), mask=mine)
@@ -169,7 +166,7 @@ def _block_mma_fwd_kernel(residuals, query, rms_weight, outs, lse, stats, rstds,
                     y = p[0] * y.to(gl.float32)
                     for k in gl.static_range(1, SOURCES):
                         y += p[k] * rows[k][j].to(gl.float32)  # (3)
-                gl.store(outs[i] + n * D + j * 8 * T + columns, y.to(dtype), mask=columns < D - j * 8 * T)
+                gl.store(outs[i] + token * D + j * 8 * T + columns, y.to(dtype), mask=columns < D - j * 8 * T)
         n += P
 
 # %% ../nbs/09_block_attnres_mma.ipynb #c59e35b5
@@ -275,7 +272,7 @@ def _put(work, n, j: gl.constexpr, dv, columns, there, D: gl.constexpr, WARPS: g
     else:
         gl.store(work + n * D + j * 8 * T + columns, dv.to(work.dtype.element_ty), mask=(columns < D - j * 8 * T) & there)
 
-# %% ../nbs/09_block_attnres_mma.ipynb #13d45e4b
+# %% ../nbs/09_block_attnres_mma.ipynb #34db4a99
 @gluon.jit(do_not_specialize=["N", "L", "fresh", "ROWS"])
 def _block_mma_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_weight, stats, rstds, shares, scale, N, L, fresh, ROWS,
                           D: gl.constexpr, STEP: gl.constexpr, QUERIES: gl.constexpr, BARE: gl.constexpr, SOURCES: gl.constexpr,
@@ -291,13 +288,15 @@ def _block_mma_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_we
     FOLDS: gl.constexpr = (QUERIES + FOLDED - 1) // FOLDED
     dtype: gl.constexpr = gs[0].dtype.element_ty
     thread, offsets, odd_at_first = _places(WARPS)
-    wide, P, n = gl.to_tensor(N).to(gl.int64), gl.num_programs(0), gl.program_id(0).to(gl.int64)
+    wide = gl.to_tensor(N).to(gl.int64)
+    P, n = gl.num_programs(0), gl.program_id(0)
     ring, grads, shared = _rings(dtype, SOURCES * PIECES, AHEAD, T), _rings(dtype, QUERIES * PIECES, AHEAD, T), _meeting(FOLDS, WARPS)
     for ahead in gl.static_range(AHEAD):
+        token = (N - 1 - (n + ahead * P)).to(gl.int64)
         for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, ahead, residuals[k], (n + ahead * P) * STEP, (n + ahead * P < N) & (k < count), offsets, D, T)
+            _copy_row(ring, k * PIECES, ahead, residuals[k], token * STEP, (n + ahead * P < N) & (k < count), offsets, D, T)
         for i in gl.static_range(QUERIES):
-            _copy_row(grads, i * PIECES, ahead, gs[i], (n + ahead * P) * D, n + ahead * P < N, offsets, D, T)
+            _copy_row(grads, i * PIECES, ahead, gs[i], token * D, n + ahead * P < N, offsets, D, T)
         async_copy.commit_group()
     kept, b_u = _kept(query, rms_weight, scale, offsets, QUERIES, D, T, SHARED), ()
     for _ in gl.static_range(QUERIES):
@@ -307,10 +306,11 @@ def _block_mma_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_we
         b_u = b_u + (row,)
     slot = 0
     while n < N:
-        numbers, r = _numbers(links, dlse, stats, rstds, n, wide, n < N, again(thread), QUERIES, BARE, LANES, FOLDED, count)
+        token, later = (N - 1 - n).to(gl.int64), (N - 1 - (n + AHEAD * P)).to(gl.int64)
+        numbers, r = _numbers(links, dlse, stats, rstds, token, wide, n < N, again(thread), QUERIES, BARE, LANES, FOLDED, count)
         async_copy.wait_group(AHEAD - 1)
         rows, held, b_dv, columns, here = (), (), (), _columns(thread, WARPS), again(thread)
-        lane, later = here % 32, n + AHEAD * P
+        lane = here % 32
         odd, unused = gl.split(gl.reshape(((lane >> 2) & 1)[:, None] + gl.zeros([T, 8], gl.int32, _tile(WARPS)), [T, 2, 2, 2]))
         for k in gl.static_range(SOURCES):
             rows = rows + (_taken(ring, k * PIECES, slot, PIECES, WARPS),)
@@ -318,18 +318,18 @@ def _block_mma_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_we
             for i in gl.static_range(QUERIES):
                 held = held + (_taken(grads, i * PIECES, slot, PIECES, WARPS),)
             for i in gl.static_range(QUERIES):
-                _copy_row(grads, i * PIECES, slot, gs[i], later * D, later < N, columns, D, T)
+                _copy_row(grads, i * PIECES, slot, gs[i], later * D, n + AHEAD * P < N, columns, D, T)
         for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, slot, residuals[k], later * STEP, (later < N) & (k < count), columns, D, T)
+            _copy_row(ring, k * PIECES, slot, residuals[k], later * STEP, (n + AHEAD * P < N) & (k < count), columns, D, T)
         if HOLD:
             async_copy.commit_group()
         d = _all_dots(rows, grads, held, slot, odd, lane, QUERIES, SOURCES, LANES, FOLDED, PIECES, WARPS, HOLD)
         if not LATE:
-            b_dv = _unfinished(works, last, fresh, n, count, columns, D, T, SOURCES, EXACT)
+            b_dv = _unfinished(works, last, fresh, token, count, columns, D, T, SOURCES, EXACT)
         d = _over_warps(d, shared, WARPS)
         if SOON and last is not None:
             for k in gl.static_range(SOURCES):
-                _soon(works[k], (n + P) * D, here, (n + P < N) & _used(k, count, fresh, SOURCES, EXACT), 4 * D)
+                _soon(works[k], (N - 1 - (n + P)).to(gl.int64) * D, here, (n + P < N) & _used(k, count, fresh, SOURCES, EXACT), 4 * D)
         weights, slopes, back = (), (), r * 0.
         for f in gl.static_range(FOLDS):
             p, s, alpha, beta, d_b, given = numbers[f]
@@ -358,11 +358,11 @@ def _block_mma_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_we
         b_u = new_u
         if not HOLD:
             for i in gl.static_range(QUERIES):
-                _copy_row(grads, i * PIECES, slot, gs[i], later * D, later < N, columns, D, T)
+                _copy_row(grads, i * PIECES, slot, gs[i], later * D, n + AHEAD * P < N, columns, D, T)
             async_copy.commit_group()
         slot = gl.where(slot == AHEAD - 1, 0, slot + 1)
         if LATE:
-            before = _unfinished(works, last, fresh, n, count, columns, D, T, SOURCES, EXACT)
+            before = _unfinished(works, last, fresh, token, count, columns, D, T, SOURCES, EXACT)
         for k in gl.static_range(SOURCES):
             b_k = _of_lane(back, k)[:, None]
             for j in gl.static_range(PIECES):
@@ -370,14 +370,14 @@ def _block_mma_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_we
                 if LATE:
                     dv += before[k][j]
                 if last is None:
-                    _put(works[k], n, j, dv, columns, k < count, D, WARPS, False)
+                    _put(works[k], token, j, dv, columns, k < count, D, WARPS, False)
                 elif k == count - 1:
                     if fresh < 4:
-                        _put(last, n, j, dv, columns, k < count, D, WARPS, False)
+                        _put(last, token, j, dv, columns, k < count, D, WARPS, False)
                     else:
-                        _put(works[k], n, j, dv, columns, k < count, D, WARPS, HALVES)
+                        _put(works[k], token, j, dv, columns, k < count, D, WARPS, HALVES)
                 else:
-                    _put(works[k], n, j, dv, columns, k < count, D, WARPS, HALVES)
+                    _put(works[k], token, j, dv, columns, k < count, D, WARPS, HALVES)
         n += P
     for i in gl.static_range(QUERIES):
         for j in gl.static_range(PIECES):
@@ -456,7 +456,7 @@ def block_mma_launcher(plan, D, step, sources, queries, exact, bare=None):
 # %% ../nbs/09_block_attnres_mma.ipynb #f3cf0002
 emulated = *_emulated, (_soon, lambda x, at, thread, there, BYTES: None) # for `interpret`
 
-# %% ../nbs/09_block_attnres_mma.ipynb #1ff0520f
+# %% ../nbs/09_block_attnres_mma.ipynb #b708d4b4
 def aot_cases(
     shapes=((4, 8, 2048), (8, 8, 2048), (5, 1, 2048), (4, 4, 4096), (3, 5, 768)), # sources, queries, D
 ) -> list: # of `Case`
@@ -472,7 +472,7 @@ def aot_cases(
                 fixed = _constants(plan, D, D, M, S, True, 1 if backward else None) | (dict(dlse=None) if backward else {})
                 if backward and S == 1: fixed |= dict(links=None)
                 warps, options = fixed.pop("num_warps"), {n: fixed.pop(n) for n in ("maxnreg",) if n in fixed}
-                name, spill = ("bwd", 160 if major > 8 else 344) if backward else ("fwd", 32)
+                name = "bwd" if backward else "fwd"
                 cases.append(Case(f"dormouse_fused.block_attnres_mma:_block_mma_{name}_kernel", tensors, fixed, num_warps=warps,
-                                  targets=(f"sm_{major}0",), options=options, spill=spill * (M == 8)))  # eight of eight: faster so
+                                  targets=(f"sm_{major}0",), options=options, spill=128 * (M == 8)))  # eight of eight: faster so
     return cases

@@ -62,7 +62,7 @@ def test_forward_and_backward(L, N, D, warps, ahead, programs):
     assert rel_err(stats[2], r) < 1e-6
     assert rel_err(stats[1], r * torch.stack([0.7 * t.double() @ (q * w).double() for t in v])) < 1e-6
     new, partial = tuple(torch.full((N, D), float("nan"), dtype=BF16) for _ in v), torch.full((1, programs, D), float("nan"))
-    interpret(_mma_attnres_bwd_kernel, programs, tuple(v), new, do, q, w, stats, None, partial, 0.7, N, L, EARLY=False, **constants)
+    interpret(_mma_attnres_bwd_kernel, programs, tuple(v), new, do, q, w, stats, None, partial, 0.7, N, L, **constants)
     for a, b in zip(new, dv):
         assert rel_err(a, b) < 4e-3
     if L == 1:
@@ -80,7 +80,7 @@ def test_coefficients_instead_of_gradients(L, sources, D, warps):
     coefs, partial = torch.full((2, sources, N), float("nan")), torch.full((1, 3, D), float("nan"))
     filled = tuple(v) + (torch.full_like(v[0], float("nan")),) * (sources - L)
     interpret(_mma_attnres_fwd_kernel, 2, filled, q, w, None, out, stats, 1e-6, 0.7, N, L, **fixed(sources, D, warps, 1))
-    constants = fixed(sources, D, warps, 2) | dict(EARLY=False)
+    constants = fixed(sources, D, warps, 2)
     interpret(_mma_attnres_bwd_kernel, 3, filled, None, do, q, w, stats, coefs, partial, 0.7, N, L, **constants)
     p, s, r = stats[:, :L].double()
     d = torch.stack([(t.double() * do.double()).sum(-1) for t in v])
@@ -109,7 +109,7 @@ def test_saturated_weights():
     out, stats, partial = torch.empty(6, 64, dtype=BF16), torch.empty(3, 4, 6), torch.empty(1, 1, 64)
     interpret(_mma_attnres_fwd_kernel, 1, tuple(v), q, w, None, out, stats, 1e-6, 1.0, 6, 4, **fixed(4, 64, 1, 1))
     new = tuple(map(torch.empty_like, v))
-    constants = fixed(4, 64, 1, 1) | dict(EARLY=False)
+    constants = fixed(4, 64, 1, 1)
     interpret(_mma_attnres_bwd_kernel, 1, tuple(v), new, do, q, w, stats, None, partial, 1.0, 6, 4, **constants)
     want = oracle(v, q, w, None, do, 1.0)
     assert stats[0].max(0).values.min() > 0.9
