@@ -464,13 +464,12 @@ def _block_attnres_weights_kernel(shares, query, rms_weight, dquery, drms_weight
     tl.store(dquery + at, cast(u * w, dquery.dtype.element_ty), mask=inside)
     tl.store(drms_weight + at, cast(u * q, drms_weight.dtype.element_ty), mask=inside)
 
-# %% ../nbs/31_block_attnres.ipynb #3a860284
+# %% ../nbs/31_block_attnres.ipynb #80914f20
 @cache
 def _bwd_launcher(D, step, dtype, L, exact, queries, bare):
     warps = _wide(D)
     return launcher(_block_attnres_bwd_kernel, **_shape(D, warps), STEP=step, QUERIES=queries, BARE=bare, SOURCES=L,
-                    LANES=triton.next_power_of_2(L), EXACT=exact, EIGHT=warps > 1, STAGES=1,
-                    num_warps=warps)
+                    LANES=triton.next_power_of_2(L), EXACT=exact, EIGHT=warps > 1, STAGES=1, num_warps=warps)
 
 @cache
 def _coefs_launcher(D, step, dtype, L, exact, queries, bare):
@@ -487,6 +486,7 @@ def _spread_launcher(D, step, L, queries):
 @cache
 def _weights_launcher(D): return launcher(_block_attnres_weights_kernel, D=D, R=128, C=16)
 
+# %% ../nbs/31_block_attnres.ipynb #29e02dd7
 def _share_rows(N, D, L, S, dtype, device):
     "Rows of each query's shares: a program's each, of phase 1 and of a merge."
     fast = device_plan(L, D, S, True, device.index) if dtype is torch.bfloat16 and not (INTERPRET or torch.version.hip) else None
@@ -508,7 +508,7 @@ def _back_cut(gs, residuals, S):
     if plan := _fast([*residuals, *gs], step, L, S, True): return _BackCut(residuals, step, plan, plan.most, True)
     return _BackCut(residuals, step, None, *_bwd_cut(x.shape[-1], _room(L), S, x.itemsize))
 
-# %% ../nbs/31_block_attnres.ipynb #c6f70995
+# %% ../nbs/31_block_attnres.ipynb #2f390f9a
 def _back(cut, gs, dlse, links, query, rms_weight, stats, rstds, shares, works, last, fresh, scale):
     """Backward of phase 1: gradients of query and rms_weight, into works, and into last if given, that of the sources.
 
@@ -531,8 +531,8 @@ def _back(cut, gs, dlse, links, query, rms_weight, stats, rstds, shares, works, 
         else:
             coefs = stats.new_empty(j - i, N, 3, stats.shape[-1])
             _coefs_launcher(*key)(_count(N, x.device, 8), residuals, *given, stats[i:j], rstds, coefs, N, L, j - i)
-            _spread_launcher(D, step, room, j - i)(
-                P * triton.cdiv(D, 128), residuals, works, last, given[0], *weights, coefs, shares[i:j], scale, N, L, now, rows)
+            launch = _spread_launcher(D, step, room, j - i)
+            launch(P * triton.cdiv(D, 128), residuals, works, last, given[0], *weights, coefs, shares[i:j], scale, N, L, now, rows)
     dquery, dweight = torch.empty_like(query), torch.empty_like(rms_weight)
     _weights_launcher(D)(S * triton.cdiv(D, 16), shares, query, rms_weight, dquery, dweight, scale, bare, P, rows)
     return dquery, dweight

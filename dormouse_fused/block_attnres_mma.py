@@ -59,7 +59,7 @@ def _u(kept, i: gl.constexpr, PIECES: gl.constexpr, WARPS: gl.constexpr, SHARED:
         out = out + (kept[i * PIECES + j].load(_tile(WARPS)) if SHARED else kept[i * PIECES + j],)
     return out
 
-# %% ../nbs/09_block_attnres_mma.ipynb #a0084bcf
+# %% ../nbs/09_block_attnres_mma.ipynb #917481b1
 @gluon.jit
 def _inner(x, y):
     """A thread's share of <x, y> of rows in float32."""
@@ -67,6 +67,29 @@ def _inner(x, y):
     for j in gl.static_range(1, len(x)):
         total += gl.sum(x[j] * y[j], 1)
     return total
+
+@gluon.jit
+def _copy_rows(ring, slot, x, at, there, L, columns, D: gl.constexpr, T: gl.constexpr):
+    """The first L of some rows into a ring; zeros for the others."""
+    for k in gl.static_range(len(x)):
+        _copy_row(ring, k * ((D + 8 * T - 1) // (8 * T)), slot, x[k], at, there & (k < L), columns, D, T)
+
+@gluon.jit
+def _all_taken(ring, COUNT: gl.constexpr, slot, PIECES: gl.constexpr, WARPS: gl.constexpr):
+    out = ()
+    for k in gl.static_range(COUNT):
+        out = out + (_taken(ring, k * PIECES, slot, PIECES, WARPS),)
+    return out
+
+@gluon.jit
+def _nothing_yet(COUNT: gl.constexpr, PIECES: gl.constexpr, WARPS: gl.constexpr):
+    out = ()
+    for _ in gl.static_range(COUNT):
+        row = ()
+        for _ in gl.static_range(PIECES):
+            row = row + (gl.zeros([32 * WARPS, 8], gl.float32, _tile(WARPS)),)
+        out = out + (row,)
+    return out
 
 @gluon.jit
 def _in_float32(rows):
@@ -96,7 +119,7 @@ def _all_scores(rows, kept, lane, shared, QUERIES: gl.constexpr, SOURCES: gl.con
         out = out + (_over_groups(_folded(some, lane, FOLDED, LANES), FOLDED * LANES),)
     return _over_warps(out + (square,), shared, WARPS)
 
-# %% ../nbs/09_block_attnres_mma.ipynb #a2b56570
+# %% ../nbs/09_block_attnres_mma.ipynb #20bdab6a
 @gluon.jit(do_not_specialize=["N", "L"])
 def _block_mma_fwd_kernel(residuals, query, rms_weight, outs, lse, stats, rstds, eps, scale, N, L, D: gl.constexpr, STEP: gl.constexpr,
                           QUERIES: gl.constexpr, SOURCES: gl.constexpr, LANES: gl.constexpr, FOLDED: gl.constexpr, AHEAD: gl.constexpr,
@@ -117,8 +140,7 @@ def _block_mma_fwd_kernel(residuals, query, rms_weight, outs, lse, stats, rstds,
     ring = _rings(dtype, SOURCES * PIECES, AHEAD, T)
     for ahead in gl.static_range(AHEAD):
         token = (N - 1 - (n + ahead * P)).to(gl.int64)
-        for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, ahead, residuals[k], token * STEP, (n + ahead * P < N) & (k < count), offsets, D, T)
+        _copy_rows(ring, ahead, residuals, token * STEP, n + ahead * P < N, count, offsets, D, T)
         async_copy.commit_group()
     if QUERIES == 1:
         kept, c_qw, shared = (), _weights_row(query, rms_weight, scale, offsets, D, T), _meeting(1, WARPS)
@@ -130,11 +152,8 @@ def _block_mma_fwd_kernel(residuals, query, rms_weight, outs, lse, stats, rstds,
     while n < N:
         token, later = (N - 1 - n).to(gl.int64), (N - 1 - (n + AHEAD * P)).to(gl.int64)
         async_copy.wait_group(AHEAD - 1)
-        rows, columns = (), _columns(thread, WARPS)
-        for k in gl.static_range(SOURCES):
-            rows = rows + (_taken(ring, k * PIECES, slot, PIECES, WARPS),)
-        for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, slot, residuals[k], later * STEP, (n + AHEAD * P < N) & (k < count), columns, D, T)
+        rows, columns = _all_taken(ring, SOURCES, slot, PIECES, WARPS), _columns(thread, WARPS)
+        _copy_rows(ring, slot, residuals, later * STEP, n + AHEAD * P < N, count, columns, D, T)
         async_copy.commit_group()
         slot = gl.where(slot == AHEAD - 1, 0, slot + 1)
         if QUERIES == 1:
@@ -199,7 +218,7 @@ def _all_dots(rows, grads, held, slot, odd, lane, QUERIES: gl.constexpr, SOURCES
         out = out + (_over_groups(_folded(some, lane, FOLDED, LANES), FOLDED * LANES),)
     return out
 
-# %% ../nbs/09_block_attnres_mma.ipynb #efe1ec63
+# %% ../nbs/09_block_attnres_mma.ipynb #002ccb5d
 @gluon.jit
 def _numbers(links, dlse, stats, rstds, n, wide, there, thread, QUERIES: gl.constexpr, BARE: gl.constexpr, LANES: gl.constexpr,
              FOLDED: gl.constexpr, L):
@@ -224,7 +243,21 @@ def _numbers(links, dlse, stats, rstds, n, wide, there, thread, QUERIES: gl.cons
         out = out + ((p, s, alpha, beta, d_b, given),)
     return out, r
 
-# %% ../nbs/09_block_attnres_mma.ipynb #dc8b803b
+@gluon.jit
+def _coefficients(numbers, d, r, D: gl.constexpr, LANES: gl.constexpr, FOLDED: gl.constexpr):
+    """For each fold alpha p and a, and for each source the sum of b."""
+    weights, slopes, back = (), (), r * 0.
+    for f in gl.static_range(len(d)):
+        p, s, alpha, beta, d_b, given = numbers[f]
+        ref = _group_max(gl.where(p == _group_max(p, LANES), d[f], float("-inf")), LANES)
+        apart = gl.where(p > 0., d[f] - ref, 0.)
+        shift = _group_sum(p * apart, LANES) - given  # (13)
+        shift -= beta * ((ref - d_b) + shift)  # (10)
+        a = alpha * p * (apart - shift) * r
+        weights, slopes, back = weights + (alpha * p,), slopes + (a,), back + _over_queries(a * s, LANES, FOLDED * LANES)
+    return weights, slopes, back * r * (1. / D)
+
+# %% ../nbs/09_block_attnres_mma.ipynb #069d757c
 @gluon.jit
 def _soon(x, at, thread, there, BYTES: gl.constexpr):
     """Asks for a row to be brought into L2."""
@@ -272,7 +305,21 @@ def _put(work, n, j: gl.constexpr, dv, columns, there, D: gl.constexpr, WARPS: g
     else:
         gl.store(work + n * D + j * 8 * T + columns, dv.to(work.dtype.element_ty), mask=(columns < D - j * 8 * T) & there)
 
-# %% ../nbs/09_block_attnres_mma.ipynb #34db4a99
+@gluon.jit
+def _put_gradient(work, last, fresh, k: gl.constexpr, L, n, j: gl.constexpr, dv, columns, D: gl.constexpr, WARPS: gl.constexpr,
+                  HALVES: gl.constexpr):
+    """Of source k: to its place, or, finished, to `last`."""
+    if last is None:
+        _put(work, n, j, dv, columns, k < L, D, WARPS, False)
+    elif k == L - 1:
+        if fresh < 4:
+            _put(last, n, j, dv, columns, k < L, D, WARPS, False)
+        else:
+            _put(work, n, j, dv, columns, k < L, D, WARPS, HALVES)
+    else:
+        _put(work, n, j, dv, columns, k < L, D, WARPS, HALVES)
+
+# %% ../nbs/09_block_attnres_mma.ipynb #d31d0ca7
 @gluon.jit(do_not_specialize=["N", "L", "fresh", "ROWS"])
 def _block_mma_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_weight, stats, rstds, shares, scale, N, L, fresh, ROWS,
                           D: gl.constexpr, STEP: gl.constexpr, QUERIES: gl.constexpr, BARE: gl.constexpr, SOURCES: gl.constexpr,
@@ -293,34 +340,23 @@ def _block_mma_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_we
     ring, grads, shared = _rings(dtype, SOURCES * PIECES, AHEAD, T), _rings(dtype, QUERIES * PIECES, AHEAD, T), _meeting(FOLDS, WARPS)
     for ahead in gl.static_range(AHEAD):
         token = (N - 1 - (n + ahead * P)).to(gl.int64)
-        for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, ahead, residuals[k], token * STEP, (n + ahead * P < N) & (k < count), offsets, D, T)
-        for i in gl.static_range(QUERIES):
-            _copy_row(grads, i * PIECES, ahead, gs[i], token * D, n + ahead * P < N, offsets, D, T)
+        _copy_rows(ring, ahead, residuals, token * STEP, n + ahead * P < N, count, offsets, D, T)
+        _copy_rows(grads, ahead, gs, token * D, n + ahead * P < N, QUERIES, offsets, D, T)
         async_copy.commit_group()
-    kept, b_u = _kept(query, rms_weight, scale, offsets, QUERIES, D, T, SHARED), ()
-    for _ in gl.static_range(QUERIES):
-        row = ()
-        for _ in gl.static_range(PIECES):
-            row = row + (gl.zeros([T, 8], gl.float32, _tile(WARPS)),)
-        b_u = b_u + (row,)
+    kept, b_u = _kept(query, rms_weight, scale, offsets, QUERIES, D, T, SHARED), _nothing_yet(QUERIES, PIECES, WARPS)
     slot = 0
     while n < N:
         token, later = (N - 1 - n).to(gl.int64), (N - 1 - (n + AHEAD * P)).to(gl.int64)
         numbers, r = _numbers(links, dlse, stats, rstds, token, wide, n < N, again(thread), QUERIES, BARE, LANES, FOLDED, count)
         async_copy.wait_group(AHEAD - 1)
-        rows, held, b_dv, columns, here = (), (), (), _columns(thread, WARPS), again(thread)
+        rows, held, b_dv = _all_taken(ring, SOURCES, slot, PIECES, WARPS), (), ()
+        columns, here = _columns(thread, WARPS), again(thread)
         lane = here % 32
         odd, unused = gl.split(gl.reshape(((lane >> 2) & 1)[:, None] + gl.zeros([T, 8], gl.int32, _tile(WARPS)), [T, 2, 2, 2]))
-        for k in gl.static_range(SOURCES):
-            rows = rows + (_taken(ring, k * PIECES, slot, PIECES, WARPS),)
         if HOLD:
-            for i in gl.static_range(QUERIES):
-                held = held + (_taken(grads, i * PIECES, slot, PIECES, WARPS),)
-            for i in gl.static_range(QUERIES):
-                _copy_row(grads, i * PIECES, slot, gs[i], later * D, n + AHEAD * P < N, columns, D, T)
-        for k in gl.static_range(SOURCES):
-            _copy_row(ring, k * PIECES, slot, residuals[k], later * STEP, (n + AHEAD * P < N) & (k < count), columns, D, T)
+            held = _all_taken(grads, QUERIES, slot, PIECES, WARPS)
+            _copy_rows(grads, slot, gs, later * D, n + AHEAD * P < N, QUERIES, columns, D, T)
+        _copy_rows(ring, slot, residuals, later * STEP, n + AHEAD * P < N, count, columns, D, T)
         if HOLD:
             async_copy.commit_group()
         d = _all_dots(rows, grads, held, slot, odd, lane, QUERIES, SOURCES, LANES, FOLDED, PIECES, WARPS, HOLD)
@@ -330,16 +366,7 @@ def _block_mma_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_we
         if SOON and last is not None:
             for k in gl.static_range(SOURCES):
                 _soon(works[k], (N - 1 - (n + P)).to(gl.int64) * D, here, (n + P < N) & _used(k, count, fresh, SOURCES, EXACT), 4 * D)
-        weights, slopes, back = (), (), r * 0.
-        for f in gl.static_range(FOLDS):
-            p, s, alpha, beta, d_b, given = numbers[f]
-            ref = _group_max(gl.where(p == _group_max(p, LANES), d[f], float("-inf")), LANES)
-            apart = gl.where(p > 0., d[f] - ref, 0.)
-            shift = _group_sum(p * apart, LANES) - given  # (13)
-            shift -= beta * ((ref - d_b) + shift)  # (10)
-            a = alpha * p * (apart - shift) * r
-            weights, slopes, back = weights + (alpha * p,), slopes + (a,), back + _over_queries(a * s, LANES, FOLDED * LANES)
-        back = back * r * (1. / D)
+        weights, slopes, back = _coefficients(numbers, d, r, D, LANES, FOLDED)
         new_u = ()
         for i in gl.static_range(QUERIES):
             g = held[i] if HOLD else _taken(grads, i * PIECES, slot, PIECES, WARPS)
@@ -357,27 +384,17 @@ def _block_mma_bwd_kernel(residuals, works, last, gs, dlse, links, query, rms_we
             b_dv, new_u = new_dv, new_u + (row_u,)
         b_u = new_u
         if not HOLD:
-            for i in gl.static_range(QUERIES):
-                _copy_row(grads, i * PIECES, slot, gs[i], later * D, n + AHEAD * P < N, columns, D, T)
+            _copy_rows(grads, slot, gs, later * D, n + AHEAD * P < N, QUERIES, columns, D, T)
             async_copy.commit_group()
         slot = gl.where(slot == AHEAD - 1, 0, slot + 1)
-        if LATE:
-            before = _unfinished(works, last, fresh, token, count, columns, D, T, SOURCES, EXACT)
+        before = _unfinished(works, last, fresh, token, count, columns, D, T, SOURCES, EXACT) if LATE else ()
         for k in gl.static_range(SOURCES):
             b_k = _of_lane(back, k)[:, None]
             for j in gl.static_range(PIECES):
                 dv = b_dv[k][j] - b_k * rows[k][j].to(gl.float32)  # (11)
                 if LATE:
                     dv += before[k][j]
-                if last is None:
-                    _put(works[k], token, j, dv, columns, k < count, D, WARPS, False)
-                elif k == count - 1:
-                    if fresh < 4:
-                        _put(last, token, j, dv, columns, k < count, D, WARPS, False)
-                    else:
-                        _put(works[k], token, j, dv, columns, k < count, D, WARPS, HALVES)
-                else:
-                    _put(works[k], token, j, dv, columns, k < count, D, WARPS, HALVES)
+                _put_gradient(works[k], last, fresh, k, count, token, j, dv, columns, D, WARPS, HALVES)
         n += P
     for i in gl.static_range(QUERIES):
         for j in gl.static_range(PIECES):
