@@ -136,8 +136,8 @@ def _l2norm_bwd_kernel(dy, x, dx, eps, N, D: tl.constexpr, ROWS: tl.constexpr, B
 
 def _l2norm_bwd(dy, x, eps): return _launch_l2norm(_l2norm_bwd_kernel, dy, x, eps=eps)
 
-# %% ../nbs/03_triton.ipynb #ab4b842c
-_libs = {}
+# %% ../nbs/03_triton.ipynb #4b267b00
+_libs, _impls = {}, {}
 
 def register(
     schema:str, # "name(Tensor x, float eps) -> Tensor", without default values
@@ -151,13 +151,14 @@ def register(
     lib = _libs[space, name] = torch.library.Library(space, "FRAGMENT")
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(name, impl, "CPU")
-    lib.impl(name, on_its_device(impl), "CUDA")
+    lib.impl(name, here := on_its_device(impl), "CUDA")
     torch.library.register_fake(f"{space}::{name}", fake, lib=lib)
     op = getattr(getattr(torch.ops, space), name).default
     lib.impl(name, _differentiable(op, autograd) if autograd else torch.library.fallthrough_kernel, "Autograd")
+    _impls[op] = here
     return op
 
-# %% ../nbs/03_triton.ipynb #05d13083
+# %% ../nbs/03_triton.ipynb #9fef1b18
 def _differentiable(op, autograd):
     def call(*args):
         if _needs_gradient(args): return autograd.apply(*args)
@@ -173,7 +174,8 @@ def _needs_gradient(args):
     return False
 
 def below_autograd(op, *args):
-    "Call an operator's implementation from its own `torch.autograd.Function`."
+    "Call an operator's implementation from its own `torch.autograd.Function`; by the dispatcher only if somebody listens there."
+    if not _heard(args): return _impls[op](*args)
     with torch._C._AutoDispatchBelowAutograd(): return op(*args)
 
 def on_its_device(
@@ -304,7 +306,7 @@ def l2norm(
     if x.shape[-1] > max(L2NORM_TILES): raise ValueError(f"x: expected D <= {max(L2NORM_TILES)}, got {list(x.shape)}")
     return _l2norm_op(x, eps)
 
-# %% ../nbs/03_triton.ipynb #4fe76139
+# %% ../nbs/03_triton.ipynb #a7394b6a
 def launcher(
     kernel, # a `triton.jit` function: run-time arguments first, whole numbers among them in `do_not_specialize`
     same_kind:bool=False, # every launch has the first one's dtypes, pointers at multiples of 16, 32-bit integers: nobody looks
@@ -326,8 +328,11 @@ def launcher(
         if INTERPRET: return kernel[(programs,)](*args, *constants, **fixed)
         args = real(args)
         device = torch.cuda.current_device()
-        values = _values(args)
-        if run := compiled.get(key := device if same_kind else (device, *_kinds(args, values))):
+        if same_kind: values, key = _values(args), device
+        else:
+            values, kinds = _seen(args)
+            key = device, *kinds
+        if run := compiled.get(key):
             if _hooked(): return run[(programs, 1, 1)](*args, *constants)
             stream = torch._C._cuda_getCurrentRawStream(device)
             run.run(programs, 1, 1, stream, run.function, run.packed_metadata, None, None, None, *values, *constants)
@@ -349,13 +354,21 @@ def launcher(
 
 def _values(args): return [a.data_ptr() if isinstance(a, Tensor) else tuple(_values(a)) if type(a) is tuple else a for a in args]
 
-def _kinds(args, values):
-    "What a compiled kernel depends on: dtypes, pointers at multiples of 16, integers of more than 31 bits."
-    def kind(a, x):
-        if isinstance(a, Tensor): return a.dtype, x % 16 == 0
-        if type(a) is tuple: return tuple(_kinds(a, x)), *[(n == 1, n % 16 == 0) for n in a if type(n) is int] # they are always looked at
-        return -2**31 <= a < 2**31 if type(a) is int else type(a)
-    return [kind(a, x) for a, x in zip(args, values)]
+def _seen(args):
+    "The values, and what a compiled kernel depends on: dtypes, pointers at multiples of 16, integers of more than 31 bits."
+    values, kinds = [], []
+    for a in args:
+        if isinstance(a, Tensor):
+            value = a.data_ptr()
+            kinds += a.dtype, value % 16 == 0
+        elif type(a) is tuple:
+            value, inside = map(tuple, _seen(a))
+            kinds.append((inside, *[(n == 1, n % 16 == 0) for n in a if type(n) is int])) # they are always looked at
+        else:
+            value = a
+            kinds.append(-2**31 <= a < 2**31 if type(a) is int else type(a))
+        values.append(value)
+    return values, kinds
 
 def _hooked():
     "Whether a profiler has asked Triton to tell it of launches."

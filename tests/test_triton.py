@@ -423,7 +423,29 @@ def test_launcher_takes_an_int_where_a_real_number_is_meant(monkeypatch):
 def test_what_a_compiled_kernel_depends_on():
     "Triton compiles whole numbers in a tuple in, if they are 1 or multiples of 16, whatever `do_not_specialize` says."
     x = torch.zeros(8)
-    kinds = {tuple(dt._kinds(args, dt._values(args))) for args in (
-        [(1, 4)], [(4, 4)], [(4, 16)], [(x, x)], [(x, x[1:])], [(x.double(), x)], [4], [1 << 40], [1.0], [None])}
-    assert len(kinds) == 10
-    assert dt._kinds([(4, 5), 16], [(4, 5), 16]) == dt._kinds([(6, 7), 1], [(6, 7), 1])
+    cases = (
+        [(1, 4)], [(4, 4)], [(4, 16)], [(x, x)], [(x, x[1:])], [(x.double(), x)], [4], [1 << 40], [1.0], [None],
+        [x, x], [x, x[1:]], [x, None], [(x,), x], [(x, None), x],
+    )  # fmt: skip
+    seen = [dt._seen(args) for args in cases]
+    assert len({tuple(kinds) for _, kinds in seen}) == len(cases)
+    assert dt._seen([(4, 5), 16])[1] == dt._seen([(6, 7), 1])[1]
+    assert all(values == dt._values(args) for (values, _), args in zip(seen, cases))
+
+
+def test_a_function_asks_the_dispatcher_only_if_somebody_listens():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Listener(TorchDispatchMode):
+        heard = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.heard += (func,)
+            return func(*args, **kwargs or {})
+
+    x = torch.randn(3, 8, device="cpu" if dt.INTERPRET else "cuda", requires_grad=True)
+    quiet = dt.l2norm(x)
+    with Listener() as listener:
+        loud = dt.l2norm(x)
+    assert dt._l2norm_op in listener.heard and torch.equal(quiet, loud)
+    assert torch.equal(*[torch.autograd.grad(y.square().sum() + y.sum(), x)[0] for y in (quiet, loud)])
