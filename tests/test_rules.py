@@ -19,6 +19,8 @@ HOST_SIDE: dict[str, str | set[str]] = {
     "gluon": {"_Pointer", "_language"},  # its interpreter, on the CPU
     "multi_tensor": {"upload"},  # from pinned memory, and only what has changed
     "firewall": {"read"},  # the counters, at the caller's cadence
+    "mor_expert_choice": {"_capacity_table"},  # when it is made
+    "mor_token_choice": {"naive_mor_token_choice"},  # as the authors' code goes about it
     "train": {"block", "draw_losses"},  # the declared read every so many steps, and the plot
 }
 WAITING_METHODS = {
