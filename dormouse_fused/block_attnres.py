@@ -296,7 +296,7 @@ def _merge_attnres_bwd_kernel(do, read, partial, given, query, rms_weight, stats
         b_u = _plus(b_u, a, b_b)
     _put_row(shares, tl.program_id(0) * D, b_u, D, W)
 
-# %% ../nbs/31_block_attnres.ipynb #9d661d4a
+# %% ../nbs/31_block_attnres.ipynb #1d7bfee8
 @triton.jit
 def _foremost(d, p, best, ref):
     "One step on the way to the largest p and its d."
@@ -335,7 +335,7 @@ def _block_attnres_bwd_kernel(residuals, works, last, gs, dlse, links, query, rm
                 if dlse is not None:
                     shift -= tl.load(dlse + i * wide + n + one)
                 if i >= BARE:
-                    link = links + (i * wide + n) * 4 + one
+                    link = links[i] + n * 4 + one
                     alpha = tl.load(link)
                     shift -= tl.load(link + 1) * (ref - tl.load(link + 2) + shift)  # (10)
                 for k in tl.static_range(SOURCES):
@@ -362,7 +362,7 @@ def _block_attnres_bwd_kernel(residuals, works, last, gs, dlse, links, query, rm
     for i in tl.static_range(QUERIES):
         _put_row(shares, (i * tl.cast(ROWS, tl.int64) + tl.program_id(0)) * D, b_u[i], D, W)
 
-# %% ../nbs/31_block_attnres.ipynb #73c0dc24
+# %% ../nbs/31_block_attnres.ipynb #b1feb848
 @triton.jit(do_not_specialize=["N", "L", "Q"])
 def _block_attnres_coefs_kernel(residuals, gs, dlse, links, stats, rstds, coefs, N, L, Q, D: tl.constexpr, STEP: tl.constexpr,
                                 W: tl.constexpr, QUERIES: tl.constexpr, BARE: tl.constexpr, SOURCES: tl.constexpr,
@@ -400,7 +400,7 @@ def _block_attnres_coefs_kernel(residuals, gs, dlse, links, stats, rstds, coefs,
             if dlse is not None:
                 shift -= tl.load(dlse + i * wide + n + one)
             if i >= BARE:
-                link = links + (i * wide + n) * 4 + one
+                link = links[i] + n * 4 + one
                 alpha = tl.load(link)
                 shift -= tl.load(link + 1) * (ref - tl.load(link + 2) + shift)  # (10)
             b_a = alpha * b_p * ((b_d[i] - ref) - shift) * b_r
@@ -508,7 +508,7 @@ def _back_cut(gs, residuals, S):
     if plan := _fast([*residuals, *gs], step, L, S, True): return _BackCut(residuals, step, plan, plan.most, True)
     return _BackCut(residuals, step, None, *_bwd_cut(x.shape[-1], _room(L), S, x.itemsize))
 
-# %% ../nbs/31_block_attnres.ipynb #2f390f9a
+# %% ../nbs/31_block_attnres.ipynb #54501c6c
 def _back(cut, gs, dlse, links, query, rms_weight, stats, rstds, shares, works, last, fresh, scale):
     """Backward of phase 1: gradients of query and rms_weight, into works, and into last if given, that of the sources.
 
@@ -522,6 +522,7 @@ def _back(cut, gs, dlse, links, query, rms_weight, stats, rstds, shares, works, 
     for i, j in _parts(S, most):
         now, without = (fresh if i == 0 else 0) + (4 if j < S else 0), min(max(0, bare - i), j - i)
         key, linked = (D, step, x.dtype, room, room == L, j - i, without), None if without == j - i else links[i:j]
+        if not plan: linked = (shares,) * without + (() if linked is None else linked[without:].unbind())
         given, weights = (tuple(gs[i:j]), None if dlse is None else dlse[i:j], linked), (query[i:j], rms_weight[i:j])
         if plan:
             block_mma_launcher(plan, D, step, room, j - i, room == L, without)(
@@ -903,7 +904,7 @@ def _plain_block(layers, runs, place, eps, scale, query, rms_weight, *sums):
         partial = f if partial is None else partial + f
     return partial.contiguous()
 
-# %% ../nbs/31_block_attnres.ipynb #fd3f1a27
+# %% ../nbs/31_block_attnres.ipynb #a55bcec9
 def aot_cases(
     shapes=((4, 8, 2048, "bf16"), (4, 8, 2048, "fp32"), (5, 1, 2048, "bf16"), (4, 4, 4096, "bf16"), (2, 3, 300, "fp32")), # M, S, D, dtype
 ) -> list: # of `Case`
@@ -919,7 +920,7 @@ def _aot_cases(L, S, D, dtype, x):
     numbers = dict(eps="fp32", scale="fp32", **dict.fromkeys(("N", "L", "Q", "fresh", "BARE", "P", "ROWS"), "i32"))
     floats = "query", "rms_weight", "lse", "stats", "rstds", "coefs", "shares", "dquery", "drms_weight"
     tensors = dict(residuals=(x,) * room, outs=(x,) * queries, gs=(x,) * most, works=("*fp32",) * room, last=x,
-                   links="*fp32")
+                   links=("*fp32",) * most)
     def case(kernel, fixed, num_warps=4, **kinds):
         given = numbers | dict.fromkeys(floats, "*fp32") | tensors | kinds
         return Case(f"dormouse_fused.block_attnres:_{kernel}_kernel", {k: t for k, t in given.items() if k not in fixed}, fixed,

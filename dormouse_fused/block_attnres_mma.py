@@ -473,7 +473,7 @@ def block_mma_launcher(plan, D, step, sources, queries, exact, bare=None):
 # %% ../nbs/09_block_attnres_mma.ipynb #f3cf0002
 emulated = *_emulated, (_soon, lambda x, at, thread, there, BYTES: None) # for `interpret`
 
-# %% ../nbs/09_block_attnres_mma.ipynb #b708d4b4
+# %% ../nbs/09_block_attnres_mma.ipynb #8c60672e
 def aot_cases(
     shapes=((4, 8, 2048), (8, 8, 2048), (5, 1, 2048), (4, 4, 4096), (3, 5, 768)), # sources, queries, D
 ) -> list: # of `Case`
@@ -491,5 +491,5 @@ def aot_cases(
                 warps, options = fixed.pop("num_warps"), {n: fixed.pop(n) for n in ("maxnreg",) if n in fixed}
                 name = "bwd" if backward else "fwd"
                 cases.append(Case(f"dormouse_fused.block_attnres_mma:_block_mma_{name}_kernel", tensors, fixed, num_warps=warps,
-                                  targets=(f"sm_{major}0",), options=options, spill=128 * (M == 8)))  # eight of eight: faster so
+                                  targets=(f"sm_{major}0",), options=options, spill=256 * (M == 8)))  # eight of eight: faster so
     return cases

@@ -21,8 +21,10 @@ DEVICE = CPU if INTERPRET else torch.device("cuda", 0)
 TINY = train.Config(steps=8, batch=2, length=32, dim=32, heads=2, layers=1, lr=1e-2, warmup=3, optimizer="adamw")
 SMALL = replace(TINY, dim=16, heads=1, batch=1, length=16)  # Muon+ in the interpreter
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels are compiled for it")
+RECURRING = replace(SMALL, layers=3, recursions=2)
 MIXERS = ["gdn", "kda", "gdn2"]
 OPTIMIZERS = ["muon_plus", "adamw"]
+ROUTERS = ["expert", "token"]
 SIZES = f"""--device {DEVICE} --batch 1 --length 16 --dim 16 --heads 1 --layers 1 --op torch --compare none --every 2
             --optimizer adamw""".split()
 
@@ -158,8 +160,9 @@ def test_only_warnings_of_waiting_count_as_host_syncs(text, monkeypatch):
 
 
 @pytest.mark.parametrize("op", ["torch", pytest.param("dormouse", marks=INTERPRETED)])
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_step_runs_on_fake_tensors(text, monkeypatch, op, mixer):
+@pytest.mark.parametrize("options", [*(dict(mixer=mixer) for mixer in MIXERS),
+                                     *(dict(layers=3, recursions=3, router=router) for router in ROUTERS)])
+def test_step_runs_on_fake_tensors(text, monkeypatch, op, options):
     "A read of a value, or a shape that depends on one, raises on fake tensors. Optimizers have no addresses there."
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)  # fake parameters can't be moved
     firewall = SimpleNamespace(mask_loss=lambda loss: loss, check=lambda: None)
@@ -167,7 +170,7 @@ def test_step_runs_on_fake_tensors(text, monkeypatch, op, mixer):
     monkeypatch.setattr(train, "make_optimizer", lambda *_: (optimizer, firewall))
     with FakeTensorMode():
         fake = replace(text, train=torch.empty(1700, dtype=torch.uint8))
-        run = train.Run(op, replace(TINY, mixer=mixer), fake, CPU)
+        run = train.Run(op, replace(TINY, **options), fake, CPU)
         for _ in range(3):
             train.update(run)
         with pytest.raises(DataDependentOutputException):
@@ -226,7 +229,8 @@ def test_an_old_checkpoint_goes_on_as_gated_deltanet_with_adamw(place, capsys):
     for name, steps in (("straight", "5"), ("old", "3")):
         assert train.main([*common, "--checkpoint", f"{folder}/{name}.pt", "--steps", steps, *SIZES]) == 0
     state = train.load(f"{folder}/old.pt")
-    assert [state["config"].pop(name) for name in ("mixer", "optimizer", "residual")] == ["gdn", "adamw", "add"]
+    options = "mixer", "optimizer", "residual", "recursions", "router"
+    assert [state["config"].pop(name) for name in options] == ["gdn", "adamw", "add", 0, "expert"]
     del state["runs"]["torch"]["firewall"]
     torch.save(state, f"{folder}/old.pt")
     resume = [*common, "--device", str(DEVICE), "--checkpoint", f"{folder}/old.pt", "--steps", "5", "--resume"]
@@ -464,10 +468,12 @@ def test_a_run_that_recovers_goes_on(text, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(INTERPRET, reason="a CPU has no stream to wait for")
-@pytest.mark.parametrize(("optimizer", "residual"), [*((name, "add") for name in OPTIMIZERS), ("muon_plus", "attnres")])
-def test_no_step_waits_for_the_gpu(text, monkeypatch, optimizer, residual):
+@pytest.mark.parametrize("options", [
+    *(dict(optimizer=name) for name in OPTIMIZERS), dict(optimizer="muon_plus", residual="attnres"),
+    *(dict(layers=3, recursions=3, router=name) for name in ROUTERS)])
+def test_no_step_waits_for_the_gpu(text, monkeypatch, options):
     faulty(monkeypatch, lambda step: step == 3)
-    run = train.Run("dormouse", replace(TINY, optimizer=optimizer, residual=residual), text, DEVICE)
+    run = train.Run("dormouse", replace(TINY, **options), text, DEVICE)
     train.update(run)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -510,6 +516,11 @@ def test_without_matplotlib_the_run_still_ends_well(place, capsys, monkeypatch):
     ("--op nothing", "invalid choice"),
     ("--mixer nothing", "invalid choice"),
     ("--optimizer sgd", "invalid choice"),
+    ("--router nobody --recursions 2", "invalid choice"),
+    ("--router token", "router: expected only with recursions"),
+    ("--recursions 1", "recursions: expected from 2 to 8, or 0 for none, got 1"),
+    ("--recursions 2 --layers 2", "layers: expected at least 3 with recursions, got 2"),
+    ("--recursions 2 --residual attnres", "residual: expected add with recursions, got attnres"),
     ("--mixer gdn2 --device cpu --op fla", "need a GPU"),
     ("--dtype fp8", "invalid choice"),
     ("--steps many", "invalid int value"),
@@ -534,6 +545,8 @@ def test_bad_options_get_one_clear_line(place, capsys, options, message):
     ("--mixer kda", "mixer: the checkpoint was made with gdn, got kda"),
     ("--optimizer muon_plus", "optimizer: the checkpoint was made with adamw, got muon_plus"),
     ("--residual attnres", "residual: the checkpoint was made with add, got attnres"),
+    ("--recursions 2", "recursions: the checkpoint was made with 0, got 2"),
+    ("--router expert", "router: expected only with recursions"),
     ("--op dormouse", "the checkpoint holds torch"),
     ("--compare dormouse", "the checkpoint holds torch"),
     ("", "step 4 is reached"),
@@ -618,3 +631,101 @@ def test_reads_are_no_matrices_and_do_not_decay(text):
         of = {id(p): group for group in run.optimizer.param_groups for p in group["params"]}
         for p in run.model.depth.parameters():
             assert of[id(p)]["weight_decay"] == 0 and not of[id(p)].get("use_muon", False)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_recursions_resume_bitwise_and_say_what_they_are(place, capsys, router):
+    common, folder = place
+    def run(name, *options):
+        return train.main([*common, "--checkpoint", f"{folder}/{name}.pt", *options])
+    sizes = [*SIZES, "--layers", "3", "--recursions", "2", "--router", router]
+    assert run("a", "--steps", "4", *sizes) == 0 and run("b", "--steps", "2", *sizes) == 0
+    with pytest.raises(SystemExit):
+        run("b", "--steps", "4", "--resume", "--router", ROUTERS[router == "expert"])
+    assert f"router: the checkpoint was made with {router}" in capsys.readouterr().err
+    assert run("b", "--steps", "4", "--resume", "--device", str(DEVICE)) == 0
+    printed = capsys.readouterr().out
+    assert f"residual add, 2 recursions of 1 by {router} choice, ops: torch" in printed
+    table = dict(line.split("  ", 1) for line in printed.splitlines() if line.startswith(("recursions", "tokens in each", "host syncs")))
+    assert table["recursions"].strip() == f"2, {router} choice" and table["host syncs per step"].strip() == "0"
+    assert table["tokens in each, validation"].count("%") == 2
+    a, b = (train.load(f"{folder}/{name}.pt") for name in "ab")
+    assert a["config"]["recursions"] == 2 and a["config"]["router"] == router
+    assert same(list(a["runs"]["torch"]["model"].values()), list(b["runs"]["torch"]["model"].values()))
+    assert torch.equal(a["runs"]["torch"]["losses"], b["runs"]["torch"]["losses"]) and len(a["runs"]["torch"]["losses"]) == 4
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_middle_layers_recur_and_the_others_do_not(text, router):
+    "With a router of zeros: expert choice seats all and then the first half, token choice stops after one recursion."
+    model = train.Run("torch", replace(RECURRING, layers=4, router=router), text, DEVICE).model
+    first, *middle, last = model.blocks
+    tokens = text.val[None, :16].long()
+    with torch.no_grad():
+        torch.nn.init.zeros_(model.recursions.router_weight)
+        x = train.through([first], model.embed(tokens))
+        if router == "token":
+            x = x + 0.5 * train.through(middle, x)
+        else:
+            x = x + 0.05 * train.through(middle, x)
+            x = torch.cat([x[:, :8] + 0.05 * train.through(middle, x[:, :8]), x[:, 8:]], 1)
+        want = torch.nn.functional.linear(model.norm(train.through([last], x)), model.embed.weight)
+        assert torch.allclose(model(tokens), want, atol=1e-5)
+
+
+@pytest.mark.parametrize(("router", "dtype"), [("expert", "fp32"), ("token", "bf16")])
+def test_recursions_learn_without_host_reads_and_are_judged_causally(text, router, dtype):
+    config = replace(RECURRING, steps=3, router=router, dtype=dtype)
+    run, plain = train.Run("torch", config, text, DEVICE), train.Run("torch", replace(config, recursions=0), text, DEVICE)
+    own = {name for name, _ in run.model.named_parameters()} - {name for name, _ in plain.model.named_parameters()}
+    assert own == {"recursions.router_weight"} and run.model.recursions.router_weight.shape == (2, 16)
+    start = run.model.recursions.router_weight.detach().clone()
+    train.fit([run], every=3)
+    assert run.syncs == 0 and run.losses.isfinite().all() and (run.model.recursions.router_weight != start).all(1).all()
+    tokens = text.val[None, :16].long()
+    edited = tokens.clone()
+    edited[:, 7:] = 65
+    with torch.no_grad(), run.autocast():
+        window, run.model.recursions.loss_weight = text.val[None, :17].long(), 100.0
+        assert run.model.loss(window) > 20 and run.model.eval().loss(window) < 7  # without the routers' losses
+        assert torch.equal(run.model(tokens)[:, :7], run.model(edited)[:, :7])
+    run.model.train()
+    shares = train.recursion_shares(run)
+    assert len(shares) == 2 and 1 >= shares[0] >= shares[1] >= 0 and run.model.training
+    assert train.recursion_shares(plain) == []
+
+
+def test_expert_choice_sees_the_future_in_training_only(text):
+    model = train.Run("torch", RECURRING, text, DEVICE).model
+    tokens = text.val[None, :16].long()
+    edited = [torch.cat([tokens[:, :8], torch.full_like(tokens[:, 8:], byte)], 1) for byte in range(65, 75)]
+    with torch.no_grad():
+        for training in (True, False):
+            model.train(training)
+            same_past = [torch.equal(model(tokens)[:, :8], model(other)[:, :8]) for other in edited]
+            assert not all(same_past) if training else all(same_past)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("router", ROUTERS)
+def test_peers_train_alike_with_recursions(text, router):
+    runs = [train.Run(op, replace(RECURRING, steps=2, recursions=3, router=router), text, CPU) for op in ("dormouse", "torch")]
+    assert same(*(list(run.model.parameters()) for run in runs)) and train.fit(runs, every=2) == 0
+    assert (runs[0].losses - runs[1].losses).abs().max() < 1e-4 and all(run.syncs == 0 for run in runs)
+
+
+def test_what_recursions_are_not_for():
+    for options, message in [(dict(recursions=1), "recursions: expected from 2 to 8, or 0 for none, got 1"),
+                             (dict(recursions=9), "recursions: expected from 2 to 8, or 0 for none, got 9"),
+                             (dict(layers=2), "layers: expected at least 3 with recursions, got 2"),
+                             (dict(residual="block_attnres"), "residual: expected add with recursions, got block_attnres"),
+                             (dict(router="top"), "router: expected one of expert, token, got 'top'")]:
+        with pytest.raises(ValueError, match=message):
+            replace(RECURRING, **options)
+
+
+def test_routers_are_no_matrices_and_do_not_decay(text):
+    for optimizer in OPTIMIZERS:
+        run = train.Run("torch", replace(RECURRING, optimizer=optimizer), text, DEVICE)
+        group, = (g for g in run.optimizer.param_groups if any(p is run.model.recursions.router_weight for p in g["params"]))
+        assert group["weight_decay"] == 0 and not group.get("use_muon", False)
