@@ -780,12 +780,13 @@ class MixtureOfRecursions(nn.Module):
         cache.expect(count)
         return self.blocks[i](tokens, positions, mask, cache)
 
-# %% ../nbs/33_mor_token_choice.ipynb #bbbe9da8
+# %% ../nbs/33_mor_token_choice.ipynb #98977176
 def _expert(model, x, positions, mask, sampling, caches):
     routed, loss, counts = None, 0.0, []
     for i, (weight, capacity) in enumerate(zip(model.router_weight.unbind(), model.capacities)):
         k = x.shape[1] if sampling == "threshold" else mor_top_k(capacity, x.shape[1])
-        routed = route_expert_choice(x, weight, k, routed, sampling=sampling, **model.options)
+        how = "topk" if capacity == 1 else sampling # with seats for all nobody has a rival
+        routed = route_expert_choice(x, weight, k, routed, sampling=how, **model.options)
         h = model._run(i, routed.tokens, routed.selected_tokens, routed.count, positions, mask, caches[i])
         x = combine_expert_choice(routed, h)
         loss = loss + model.loss_weight * routed.aux_loss + model.z_weight * routed.z_loss

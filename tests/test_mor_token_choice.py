@@ -590,9 +590,10 @@ def test_the_module(router):
 
 @ROUTERS
 @pytest.mark.parametrize("prompt", [1, 4])
-def test_generation(router, prompt):
+@pytest.mark.parametrize("capacities", [(1.0, 0.7, 0.3), (0.9, 0.7, 0.3)], ids=["all first", "a line first"])
+def test_generation(router, prompt, capacities):
     "Token by token with caches, as all at once."
-    model, x, T = model_of(router), randn(3, 11, 20), 11
+    model, x, T = model_of(router, capacities=capacities if router == "expert" else None), randn(3, 11, 20), 11
     with torch.no_grad():
         whole, spent = model(x, sampling="threshold")
         caches, got = [RecursionCache(3, T, DEVICE) for _ in range(3)], []
@@ -600,6 +601,7 @@ def test_generation(router, prompt):
             positions = torch.arange(first, last, device=DEVICE).expand(3, -1)
             got.append(model(x[:, first:last].clone(), positions, sampling="threshold", caches=caches)[0])
     assert rel_err(torch.cat(got, 1), whole) < 1e-6
+    assert spent.count[0].eq(T).all() == (router == "token" or capacities[0] == 1)
     for i, cache in enumerate(caches):
         cache.expect(torch.zeros(3, device=DEVICE))
         assert torch.equal(cache.count, spent.count[i].long())
