@@ -21,7 +21,7 @@ HOST_SIDE: dict[str, str | set[str]] = {
     "firewall": {"read"},  # the counters, at the caller's cadence
     "mor_expert_choice": {"_capacity_table"},  # when it is made
     "mor_token_choice": {"naive_mor_token_choice"},  # as the authors' code goes about it
-    "train": {"block", "draw_losses"},  # the declared read every so many steps, and the plot
+    "train": {"block", "draw_losses", "recursion_shares"},  # the declared read every so many steps, the plot, the closing table
 }
 WAITING_METHODS = {
     "item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount",
