@@ -6,7 +6,7 @@
 __all__ = ['mor_top_k', 'naive_top_k', 'naive_mor_expert_choice', 'mor_expert_choice_cost', 'CapacitySchedule', 'Routed',
            'route_expert_choice', 'combine_expert_choice', 'mor_expert_choice', 'aot_cases']
 
-# %% ../nbs/32_mor_expert_choice.ipynb #de7dec30
+# %% ../nbs/32_mor_expert_choice.ipynb #823f7de1
 import math
 from functools import cache
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from .machine import Cost, tensor_bytes
 from .triton import FLOATS, INTERPRET, INTERPRETED, Case, cast, check_device, check_tensor, first_order, launcher
-from .triton import below_autograd, on_its_device, register, remembered, straight
+from .triton import below_autograd, register, remembered, straight
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
@@ -590,18 +590,17 @@ def _route_bwd_fake(x, weight, aux_weight, prev_rank, rank, logits, totals, dres
     routers = [w.new_empty(w.shape) for w in (weight, aux_weight) if w is not None]
     return [x.new_empty(x.shape)] * need_x + routers * need_weights
 
-# %% ../nbs/32_mor_expert_choice.ipynb #ef695286
+# %% ../nbs/32_mor_expert_choice.ipynb #ca0e25d4
 _bwd_op = register("mor_route_bwd(Tensor x, Tensor weight, Tensor? aux_weight, Tensor? prev_rank, Tensor rank, Tensor logits,"
                    " Tensor totals, Tensor? dresidual, Tensor? dtokens, Tensor? dweights, Tensor? daux, Tensor? dz, int k, str func,"
                    " float alpha, float temp, float z_factor, bool need_x, bool need_weights) -> Tensor[]", _route_bwd, _route_bwd_fake)
-_call_bwd, _route_here = straight(_bwd_op, _route_bwd), on_its_device(_route)
+_call_bwd = straight(_bwd_op, _route_bwd)
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *args): return _Route.keep(ctx, below_autograd(_op, *args), *args)
-
-    @staticmethod
-    def keep(ctx, outs, x, weight, aux_weight, embeddings, prev_rank, prev_count, table, step, k, func, alpha, temp, z_factor, threshold):
+    def forward(ctx, x, weight, aux_weight, embeddings, prev_rank, *rest):
+        *_, k, func, alpha, temp, z_factor, _ = rest
+        outs = below_autograd(_op, x, weight, aux_weight, embeddings, prev_rank, *rest)
         _, selected, _, _, _, totals, rank, count, logits, _ = outs
         ctx.save_for_backward(x, weight, aux_weight, prev_rank, rank, logits, totals)
         ctx.numbers = k, func, alpha, temp, z_factor
@@ -619,28 +618,25 @@ class _Route(torch.autograd.Function):
         return grads[0] if need_x else None, *[g if n else None for g, n in zip(routers, need_weights)], *[None] * 11
 
 class _RoutePast(_Route):
-    "`_Route` that also hands on x, and has no dispatcher to go through."
+    "`_Route` that also hands on x."
     @staticmethod
-    def forward(ctx, x, *args): return *_Route.keep(ctx, _route_here(x, *args), x, *args), x.view_as(x)
+    def forward(ctx, x, *args): return *_Route.forward(ctx, x, *args), x.view_as(x)
 
 _op = register("mor_route(Tensor x, Tensor weight, Tensor? aux_weight, Tensor[] embeddings, Tensor? prev_rank, Tensor? prev_count,"
                " Tensor? table, Tensor? step, int k, str func, float alpha, float temp, float z_factor, bool threshold)"
                " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])", _route, _route_fake, _Route)
 _call = straight(_op, _route, _RoutePast)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #09264ae2
+# %% ../nbs/32_mor_expert_choice.ipynb #a49f7777
 _combine_bwd_op = register("mor_combine_bwd(Tensor do, Tensor h, Tensor? weights, Tensor selected, Tensor count) -> Tensor[]",
                            _combine_bwd, _combine_bwd_fake)
-_call_combine_bwd, _combine_here = straight(_combine_bwd_op, _combine_bwd), on_its_device(_combine)
+_call_combine_bwd = straight(_combine_bwd_op, _combine_bwd)
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *args): return _Combine.keep(ctx, below_autograd(_combine_op, *args), *args)
-
-    @staticmethod
-    def keep(ctx, out, x, h, weights, rank, selected, count):
+    def forward(ctx, x, h, weights, rank, selected, count):
         ctx.save_for_backward(h, weights, selected, count)
-        return out
+        return below_autograd(_combine_op, x, h, weights, rank, selected, count)
 
     @staticmethod
     @first_order
@@ -651,13 +647,9 @@ class _Combine(torch.autograd.Function):
         dh, dweights = [*grads, None, None][:2]
         return do if need_x else None, dh, dweights, None, None, None
 
-class _CombineHere(_Combine):
-    @staticmethod
-    def forward(ctx, *args): return _Combine.keep(ctx, _combine_here(*args), *args)
-
 _combine_op = register("mor_combine(Tensor x, Tensor h, Tensor? weights, Tensor rank, Tensor selected, Tensor count) -> Tensor",
                        _combine, lambda x, *_: x.new_empty(x.shape), _Combine)
-_call_combine = straight(_combine_op, _combine, _CombineHere)
+_call_combine = straight(_combine_op, _combine, _Combine)
 
 # %% ../nbs/32_mor_expert_choice.ipynb #c5cb75fc
 def _capacity_table(capacity_factor, T, warmup_steps, device):

@@ -7,7 +7,7 @@ __all__ = ['naive_mor_token_choice', 'mor_token_choice_cost', 'Depths', 'route_t
            'finish_token_choice', 'mor_token_choice', 'update_router_bias_', 'survivors_mask', 'Spent',
            'MixtureOfRecursions', 'RecursionCache', 'aot_cases']
 
-# %% ../nbs/33_mor_token_choice.ipynb #28df62de
+# %% ../nbs/33_mor_token_choice.ipynb #eda26989
 from functools import cache
 from typing import NamedTuple
 import torch
@@ -16,7 +16,7 @@ from .machine import Cost, tensor_bytes
 from .mor_expert_choice import _early, _gather_rows, _onto, _pdl, _pieces, _score_tile, _strip, _strips, _tile, _tiles
 from .mor_expert_choice import combine_expert_choice, mor_top_k, route_expert_choice
 from .triton import FLOATS, INTERPRET, Case, cast, check_device, check_tensor, first_order, launcher
-from .triton import below_autograd, on_its_device, register, remembered, straight
+from .triton import below_autograd, register, remembered, straight
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
@@ -460,18 +460,16 @@ def _route_bwd_fake(x, weight, logits, chosen, ratio, dresidual, dtokens, dweigh
                     need_weight):
     return [x.new_empty(x.shape)] * need_x + [weight.new_empty(weight.shape)] * need_weight
 
-# %% ../nbs/33_mor_token_choice.ipynb #2fb11086
+# %% ../nbs/33_mor_token_choice.ipynb #d8cc5881
 _bwd_op = register("mor_depths_bwd(Tensor x, Tensor weight, Tensor logits, Tensor chosen, Tensor ratio, Tensor? dresidual, Tensor? dtokens,"
                    " Tensor? dweights, Tensor? dbalance, Tensor? dz, bool softmax, float alpha, float temp, float factor, bool need_x,"
                    " bool need_weight) -> Tensor[]", _route_bwd, _route_bwd_fake)
-_call_bwd, _route_here = straight(_bwd_op, _route_bwd), on_its_device(_route)
+_call_bwd = straight(_bwd_op, _route_bwd)
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *args): return _Route.keep(ctx, below_autograd(_op, *args), *args)
-
-    @staticmethod
-    def keep(ctx, outs, x, weight, bias, step, rooms, steps, softmax, *numbers):
+    def forward(ctx, x, weight, bias, step, rooms, steps, softmax, *numbers):
+        outs = below_autograd(_op, x, weight, bias, step, rooms, steps, softmax, *numbers)
         _, chosen, depth, rank, count, _, _, ratio, logits, _ = outs
         ctx.save_for_backward(x, weight, logits, chosen, ratio)
         ctx.numbers = softmax, *numbers
@@ -490,30 +488,26 @@ class _Route(torch.autograd.Function):
 class _RoutePast(_Route):
     "`_Route` that also hands on x, twice: to be added to, and as the tokens of recursion 0."
     @staticmethod
-    def forward(ctx, x, *args): return *_Route.keep(ctx, _route_here(x, *args), x, *args), x.view_as(x), x.view_as(x)
+    def forward(ctx, x, *args): return *_Route.forward(ctx, x, *args), x.view_as(x), x.view_as(x)
 
 _op = register("mor_depths(Tensor x, Tensor weight, Tensor? bias, Tensor? step, int[] rooms, int steps, bool softmax, float alpha,"
                " float temp, float factor) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor[])",
                _route, _route_fake, _Route)
 _call = straight(_op, _route, _RoutePast)
 
-# %% ../nbs/33_mor_token_choice.ipynb #d4c7467b
+# %% ../nbs/33_mor_token_choice.ipynb #0a9f110d
 _advance_bwd_op = register("mor_advance_bwd(Tensor dtokens, Tensor? dpassed, Tensor? selected_before, Tensor rank, Tensor count_before,"
                            " int K_before) -> Tensor", _advance_bwd,
                            lambda dtokens, dpassed, s, r, c, K: dtokens.new_empty(dtokens.shape[0], K, dtokens.shape[2]))
-_call_advance_bwd, _advance_here = straight(_advance_bwd_op, _advance_bwd), on_its_device(_advance)
+_call_advance_bwd = straight(_advance_bwd_op, _advance_bwd)
 
 class _Advance(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, embeddings, selected, rank, count, *before):
-        return _Advance.keep(ctx, below_autograd(_advance_op, h, embeddings, selected, rank, count, *before), h, *before)
-
-    @staticmethod
-    def keep(ctx, outs, h, selected_before, rank_after, count_before):
-        ctx.save_for_backward(selected_before, rank_after, count_before)
+        ctx.save_for_backward(*before)
         ctx.room = h.shape[1]
         ctx.set_materialize_grads(False)
-        return outs
+        return below_autograd(_advance_op, h, embeddings, selected, rank, count, *before)
 
     @staticmethod
     @first_order
@@ -524,8 +518,7 @@ class _Advance(torch.autograd.Function):
 class _AdvancePast(_Advance):
     "`_Advance` that also hands on h."
     @staticmethod
-    def forward(ctx, h, embeddings, selected, rank, count, *before):
-        return *_Advance.keep(ctx, _advance_here(h, embeddings, selected, rank, count), h, *before), h.view_as(h)
+    def forward(ctx, h, *args): return *_Advance.forward(ctx, h, *args), h.view_as(h)
 
 def _advance_impl(h, embeddings, selected, rank, count, selected_before, rank_after, count_before):
     return _advance(h, embeddings, selected, rank, count)

@@ -1,12 +1,12 @@
 "Mixture-of-Recursions, expert choice: the authors' golden tensors, float64, awkward seats, and what must be refused."
 
-import inspect
 import math
 import re
 from functools import partial
 
 import pytest
 import torch
+from depth import assert_captured, assert_never_waits, assert_whole_numbers_are_declared
 
 from dormouse_fused import mor_expert_choice as mor
 from dormouse_fused.mor_expert_choice import (
@@ -771,31 +771,13 @@ def test_ahead_of_time_cases_name_every_kernel():
 
 
 def test_whole_numbers_are_not_specialised():
-    "Or the launcher would take them for real ones."
-    for c in mor.aot_cases():
-        source = inspect.getsource(getattr(mor, c.kernel.rpartition(":")[2]).fn)
-        declared = re.search(r"do_not_specialize=\[([^]]*)\]", source)
-        whole = {n for n, kind in c.signature.items() if kind == "i32"}
-        assert whole == set(re.findall(r"\w+", declared[1]) if declared else ()), c.kernel
+    assert_whole_numbers_are_declared(mor)
 
 
 # On a GPU only.
 @GPU
 def test_captured():
-    args = arguments()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(*args)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(*args)
-    with torch.no_grad():
-        for a, b in zip(args, arguments(partial(problem, seed=40))):
-            a.copy_(b)
-    graph.replay()
-    assert same_bits(captured, step(*args))
+    assert_captured(step, arguments(), arguments(partial(problem, seed=40)))
 
 
 @GPU
@@ -815,14 +797,7 @@ def test_a_captured_schedule():
 @GPU
 def test_the_host_never_waits():
     args = arguments()
-    step(*args)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(*args)
-        step(turned(args[0]), *args[1:])
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    assert_never_waits(step, args, (turned(args[0]), *args[1:]))
 
 
 @GPU
