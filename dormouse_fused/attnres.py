@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['naive_attnres', 'attnres_cost', 'stack_passes', 'fused_attnres', 'Sources', 'AttnResStack', 'aot_cases']
 
-# %% ../nbs/30_attnres.ipynb #d6ced5a9
+# %% ../nbs/30_attnres.ipynb #ed1772b6
 import weakref
 from functools import cache
 import torch
 from torch import Tensor, nn
-from .attnres_mma import mma_launcher, runs_here
+from .attnres_mma import mma_launcher, runs_here, wide_launcher
 from .machine import Cost, tensor_bytes
 from .triton import FLOATS, INTERPRET, Case, cast, check_device, check_tensor, first_order, launcher
 from .triton import below_autograd, on_its_device, register, remembered, straight
@@ -234,7 +234,7 @@ def _attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out, st
             b_o = _mul(_times(rstd, b_o), _row(output_rms_weight, 0, None, D, W))  # (3)
         _put_row(out, n * D, b_o, D, W)
 
-# %% ../nbs/30_attnres.ipynb #8219e38c
+# %% ../nbs/30_attnres.ipynb #227fe5fa
 _RESIDENT, _SHARED = 384, 200 << 10 # bytes: of sources in a thread's registers, of rows ahead in shared memory
 
 @cache
@@ -247,7 +247,9 @@ def _fits(L, D, size, warps): return L * D * size <= _RESIDENT * 32 * warps
 def _batch(L, D, dtype, share): # sources that take no more than a share of what a thread may hold
     return min(L, 8, max(1, _RESIDENT * 32 * _warps(D) // (share * D * dtype.itemsize)))
 
-def _fwd_batch(L, D, dtype): return L if L <= 16 and _fits(L, D, dtype.itemsize, _warps(D)) else _batch(L, D, dtype, 2)
+def _fwd_batch(L, D, dtype):
+    if L <= 16 and _fits(L, D, dtype.itemsize, _warps(D)): return L
+    return _batch(L, D, dtype, 1 if dtype.itemsize == 4 and _warps(D) == 1 else 2)
 
 @cache
 def _fwd_launcher(D, step, dtype, L, exact):
@@ -261,18 +263,19 @@ def _shape(D, warps): return dict(D=D, W=min(256 * warps, max(16, triton.next_po
 
 def _opaque(dtype): return dtype is torch.bfloat16 and not INTERPRET and not torch.version.hip
 
-# %% ../nbs/30_attnres.ipynb #6d531116
+# %% ../nbs/30_attnres.ipynb #fd004843
 def _programs(N, D, device, of_one_warp=8, of_four=3, of_more=1):
     "So many that each has equally many tokens; of how many a multiprocessor holds."
-    most = _multiprocessors(device) * {1: of_one_warp, 4: of_four}.get(_warps(D), of_more)
-    return triton.cdiv(N, triton.cdiv(N, most))
+    return _even(N, _multiprocessors(device) * {1: of_one_warp, 4: of_four}.get(_warps(D), of_more))
+
+def _even(N, most): return triton.cdiv(N, triton.cdiv(N, most))
 
 def _fwd_programs(N, L, D, x): # one for each token where its sources come in batches
     return N if _fwd_batch(L, D, x.dtype) < L else _programs(N, D, x.device)
 
 def _padded(tensors, count): return (*tensors, *[tensors[0]] * (count - len(tensors)))
 
-# %% ../nbs/30_attnres.ipynb #661f1c80
+# %% ../nbs/30_attnres.ipynb #4b9db53a
 def _step(x):
     "How far apart rows [D] of x are, if that is one number and the rows are contiguous; else None."
     if x.is_contiguous(): return x.shape[-1]
@@ -302,7 +305,7 @@ def _fwd(query, residuals, rms_weight, output_rms_weight, eps, scale, sources=No
         args = _padded(residuals, sources), query.contiguous(), rms_weight.contiguous(), last, out, stats, eps, scale, N, L
         if runs_here(residuals, step) and (fast := mma_launcher(sources, D, step, False, x.device.index)):
             programs, launch = fast
-            launch(min(N, programs), *args)
+            launch(_even(N, programs), *args)
         else: _fwd_launcher(D, step, x.dtype, sources, sources == L)(_fwd_programs(N, sources, D, x), *args, 0)
     return out, stats
 
@@ -445,7 +448,7 @@ def _attnres_spread_kernel(residuals, dresiduals, g, query, rms_weight, stats, c
         b_dv = p[:, None] * b_g + a[:, None] * (scale * qw)[None, :] - b[:, None] * b_v
         tl.store(dresiduals[k] + rows * D + cols[None, :], cast(b_dv, dresiduals[k].dtype.element_ty), mask=there)
 
-# %% ../nbs/30_attnres.ipynb #d66b9a11
+# %% ../nbs/30_attnres.ipynb #42d9145c
 def _bwd_warps(L, D, size): # so many that the sources fit
     return next((w for w in (1, 2, 4, 8, 16) if w >= _warps(D) and _fits(L, D, size, w)), None)
 
@@ -468,33 +471,41 @@ def _spread_launcher(D, step, L): return launcher(_attnres_spread_kernel, D=D, S
 def _bwd_at_once(L, N, D, tensors, step):
     "Programs and launcher of a kernel that holds all sources and the gradient, or None."
     x = tensors[0]
-    if runs_here(tensors, step) and (fast := mma_launcher(L, D, step, True, x.device.index)): return min(N, fast[0]), fast[1]
+    if runs_here(tensors, step) and (fast := mma_launcher(L, D, step, True, x.device.index)): return _even(N, fast[0]), fast[1]
     warps = _bwd_warps(L, D, x.itemsize)
     if warps is None: return None
     launch, most = _bwd_launcher(D, step, x.dtype, L, warps), _multiprocessors(x.device) * min(4, max(1, 8 // warps))
-    return triton.cdiv(N, triton.cdiv(N, most)), lambda P, *args: launch(P, *args, 0)
+    return _even(N, most), lambda P, *args: launch(P, *args, 0)
 
-# %% ../nbs/30_attnres.ipynb #2b88f527
+def _coefs_at_once(L, N, D, tensors, step):
+    "Programs and launcher of the fast path that leaves out the sources' gradients, or None."
+    if not runs_here(tensors, step): return None
+    if wide := wide_launcher(L, D, step, tensors[0].device.index):
+        return _even(N, wide[0]), lambda P, v, do, q, w, stats, coefs, partial, scale, *n: wide[1](P, v, do, stats, coefs, partial, *n)
+    fast = mma_launcher(L, D, step, True, tensors[0].device.index)
+    return fast and (_even(N, fast[0]), lambda P, v, *args: fast[1](P, v, None, *args))
+
+# %% ../nbs/30_attnres.ipynb #35050dea
 def _read_bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, scale):
     "g of (8), coefs, and the gradients of query, rms_weight and output_rms_weight."
     (_, sources, N), D, L = stats.shape, do.shape[-1], len(residuals)
     (residuals, step), do = _in_place(residuals), do.contiguous()
     last = output_rms_weight if output_rms_weight is None else output_rms_weight.contiguous()
     coefs, mixed = stats.new_empty(2, sources, N), do if last is None else stats.new_empty(do.shape)
-    fast = last is None and runs_here([*residuals, do], step) and mma_launcher(sources, D, step, True, do.device.index)
-    P = min(N, fast[0]) if fast else _programs(N, D, do.device)
+    fast = _coefs_at_once(sources, N, D, [*residuals, do], step) if last is None else None
+    P = fast[0] if fast else _programs(N, D, do.device)
     partial, padded = stats.new_empty(1 if last is None else 2, P, D), _padded(residuals, sources)
-    if fast: fast[1](P, padded, None, do, query.contiguous(), rms_weight.contiguous(), stats, coefs, partial, scale, N, L)
+    if fast: fast[1](P, padded, do, query.contiguous(), rms_weight.contiguous(), stats, coefs, partial, scale, N, L)
     else:
         launch = _read_bwd_launcher(D, step, do.dtype, sources, sources == L, last is not None)
         launch(P, padded, do, mixed, last, stats, coefs, partial, eps, N, L, 0)
     return mixed, coefs, *_weights(partial, query, rms_weight, last, scale)
 
-# %% ../nbs/30_attnres.ipynb #6d12b7fa
+# %% ../nbs/30_attnres.ipynb #fd134125
 def _bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, scale):
     "Gradients of query, rms_weight, output_rms_weight if there is one, and of every source."
     L, D = len(residuals), do.shape[-1]
-    N, dresiduals = do.numel() // D, [r.new_empty(r.shape) for r in residuals]
+    N, dresiduals = do.numel() // D, [torch.empty_like(r, memory_format=torch.contiguous_format) for r in residuals]
     if not N:
         weights = [None if w is None else torch.zeros_like(w) for w in (query, rms_weight, output_rms_weight)]
         return [*(w for w in weights if w is not None), *dresiduals]
@@ -595,7 +606,7 @@ def fused_attnres(
     out, stats = _call(query, residuals, rms_weight, output_rms_weight, float(rms_eps), float(scale))
     return (out, stats[0].view(len(residuals), *out.shape[:-1])) if return_weights else out
 
-# %% ../nbs/30_attnres.ipynb #2e38110a
+# %% ../nbs/30_attnres.ipynb #dc25967f
 @triton.jit(do_not_specialize=["READS", "INDEX", "N"])
 def _attnres_pull_kernel(gs, queries, rms_weights, stats, alongs, backs, v, given, out, scale, READS, INDEX, N, D: tl.constexpr,
                          MOST: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
@@ -603,16 +614,23 @@ def _attnres_pull_kernel(gs, queries, rms_weights, stats, alongs, backs, v, give
     n, cols = tl.program_id(0) // tl.cdiv(D, C) * R + tl.arange(0, R), tl.program_id(0) % tl.cdiv(D, C) * C + tl.arange(0, C)
     here, inside, wide = n < N, cols < D, tl.cast(N, tl.int64)
     there, at = here[:, None] & inside[None, :], n.to(tl.int64)[:, None] * D + cols[None, :]
+    b_v = tl.load(v + at, mask=there, other=0.)
     b_dv, b_back = tl.zeros([R, C], tl.float32), tl.zeros([R], tl.float32)
-    for i in tl.static_range(MOST):
-        if i < READS:
-            p = tl.load(stats[i] + INDEX * wide + n, mask=here, other=0.)
-            a = tl.load(alongs[i] + INDEX * wide + n, mask=here, other=0.)
-            b_back += tl.load(backs[i] + INDEX * wide + n, mask=here, other=0.)
-            q, w = tl.load(queries[i] + cols, mask=inside, other=0.), tl.load(rms_weights[i] + cols, mask=inside, other=0.)
-            b_g = tl.load(gs[i] + at, mask=there, other=0.).to(tl.float32)
-            b_dv += p[:, None] * b_g + a[:, None] * (scale * q.to(tl.float32) * w.to(tl.float32))[None, :]
-    b_dv -= b_back[:, None] * tl.load(v + at, mask=there, other=0.).to(tl.float32)
+    for first in tl.static_range(0, MOST, 4):
+        if first < READS:
+            p, a, b_g, u = (), (), (), ()
+            for i in tl.static_range(first, first + 4):  # four on their way at a time
+                b_g = b_g + (tl.load(gs[i] + at, mask=there & (i < READS), other=0.),)
+            for i in tl.static_range(first, first + 4):
+                used = here & (i < READS)
+                p = p + (tl.load(stats[i] + INDEX * wide + n, mask=used, other=0.),)
+                a = a + (tl.load(alongs[i] + INDEX * wide + n, mask=used, other=0.),)
+                b_back += tl.load(backs[i] + INDEX * wide + n, mask=used, other=0.)
+                q, w = tl.load(queries[i] + cols, mask=inside, other=0.), tl.load(rms_weights[i] + cols, mask=inside, other=0.)
+                u = u + (scale * q.to(tl.float32) * w.to(tl.float32),)
+            for i in tl.static_range(4):
+                b_dv += p[i][:, None] * b_g[i].to(tl.float32) + a[i][:, None] * u[i][None, :]
+    b_dv -= b_back[:, None] * b_v.to(tl.float32)
     if given is not None:
         b_dv += tl.load(given + at, mask=there, other=0.).to(tl.float32)
     tl.store(out + at, cast(b_dv, out.dtype.element_ty), mask=there)

@@ -6,7 +6,7 @@
 __all__ = ['mor_top_k', 'naive_top_k', 'naive_mor_expert_choice', 'mor_expert_choice_cost', 'CapacitySchedule', 'Routed',
            'route_expert_choice', 'combine_expert_choice', 'mor_expert_choice', 'aot_cases']
 
-# %% ../nbs/32_mor_expert_choice.ipynb #823f7de1
+# %% ../nbs/32_mor_expert_choice.ipynb #f3caec40
 import math
 from functools import cache
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from .triton import FLOATS, INTERPRET, INTERPRETED, Case, cast, check_device, ch
 from .triton import below_autograd, register, remembered, straight
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # %% ../nbs/32_mor_expert_choice.ipynb #f0e93d82
 def mor_top_k(
@@ -82,19 +82,18 @@ def mor_expert_choice_cost(
     fwd = Cost(3 * all_ + 2 * some + again, {"fp32": 2 * B * T * D + 2 * B * k * D}, 4)
     return {"fwd": fwd, "fwd+bwd": fwd + Cost(3 * all_ + 4 * some, {"fp32": 4 * B * T * D + 4 * B * k * D}, 3)}
 
-# %% ../nbs/32_mor_expert_choice.ipynb #5f991eea
+# %% ../nbs/32_mor_expert_choice.ipynb #1e501939
 @triton.jit
-def _pieces(x, at, first: tl.constexpr, there, D: tl.constexpr, C: tl.constexpr, G: tl.constexpr):
-    "G pieces of rows, C columns each from `first` on; fewer at the rows' end."
+def _pieces(x, at, first, there, D: tl.constexpr, C: tl.constexpr, G: tl.constexpr):
+    "G pieces of rows, C columns each from `first` on."
     out = ()
-    for j in tl.static_range(first, first + G * C, C):
-        if j < D:
-            cols = j + tl.arange(0, C)[None, :]
-            out = out + (tl.load(x + at + cols, mask=there & (cols < D), other=0.),)
+    for j in tl.static_range(0, G * C, C):
+        cols = first + j + tl.arange(0, C)[None, :]
+        out = out + (tl.load(x + at + cols, mask=there & (cols < D), other=0.),)
     return out
 
 @triton.jit
-def _onto(total, pieces, weight, first: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+def _onto(total, pieces, weight, first, D: tl.constexpr, C: tl.constexpr):
     "total [R, C] plus pieces times the same columns of weight [D]."
     for j in tl.static_range(len(pieces)):
         cols = first + j * C + tl.arange(0, C)[None, :]
@@ -103,14 +102,16 @@ def _onto(total, pieces, weight, first: tl.constexpr, D: tl.constexpr, C: tl.con
 
 @triton.jit(do_not_specialize=["N"])
 def _mor_score_kernel(x, weight, aux_weight, prev_rank, logits, temp, N, D: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                      G: tl.constexpr):
+                      G: tl.constexpr, EARLY: tl.constexpr):
     """Equation (1) for R of N tokens; logits is [1 or 2, N]."""
+    if EARLY:
+        gdc_launch_dependents()
     rows = tl.program_id(0) * R + tl.arange(0, R)
     here, inside = rows < N, rows < N
     if prev_rank is not None:
         here &= tl.load(prev_rank + rows, mask=here, other=-1) >= 0
     at, b_l, b_aux = rows.to(tl.int64)[:, None] * D, tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
-    for j in tl.static_range(0, D, G * C):
+    for j in tl.range(0, D, G * C, num_stages=1):
         b_x = _pieces(x, at, j, here[:, None], D, C, G)
         b_l = _onto(b_l, b_x, weight, j, D, C)
         if aux_weight is not None:
@@ -128,7 +129,7 @@ def _key(logit, there):
     key = tl.where(logit == logit, key, -1)
     return tl.where(there, key, 0).to(tl.uint32, bitcast=True)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #f162ca73
+# %% ../nbs/32_mor_expert_choice.ipynb #389d0961
 @triton.jit
 def _some(logits, prev_rank, first, T, BLOCK: tl.constexpr):
     "Logits from token `first` on, and whether each may be chosen."
@@ -152,8 +153,16 @@ def _reach(keys, prefix, unit):
 def _add3(a, b, c, A, B, C): return a + A, b + B, c + C
 
 @triton.jit
+def _sum3(a, b, c):
+    if INTERPRETED:  # which would call _add3 once for each number
+        a, b, c = tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
+    else:
+        a, b, c = tl.reduce((a, b, c), 0, _add3)
+    return a, b, c
+
+@triton.jit
 def _kth_key(logits, prev_rank, held, k, T, BLOCK: tl.constexpr, HELD: tl.constexpr):
-    "A number that k keys reach, or more if the k-th has equals; and how many are above it. HELD: `held` are all of the keys."
+    "A number that k keys reach, or more if the k-th has equals: then also how many are above it. HELD: `held` are all of the keys."
     prefix, shift, reached = tl.full([], 0, tl.uint32), tl.full([], 30, tl.int32), tl.full([], -1, tl.int32)
     while (shift >= 0) & (reached != k):
         unit = (tl.full([], 1, tl.uint32) << shift).to(tl.uint32)
@@ -162,14 +171,14 @@ def _kth_key(logits, prev_rank, held, k, T, BLOCK: tl.constexpr, HELD: tl.conste
             for first in tl.range(BLOCK, T, BLOCK):
                 logit, there = _some(logits, prev_rank, first, T, BLOCK)
                 one, two, three = _add3(one, two, three, *_reach(_key(logit, there), prefix, unit))
-        if INTERPRETED:  # which would call _add3 once for each key
-            one, two, three = tl.sum(one, 0), tl.sum(two, 0), tl.sum(three, 0)
-        else:
-            one, two, three = tl.reduce((one, two, three), 0, _add3)
+        one, two, three = _sum3(one, two, three)
         digit = (one >= k).to(tl.uint32) + (two >= k).to(tl.uint32) + (three >= k).to(tl.uint32)
         reached = tl.where(three >= k, three, tl.where(two >= k, two, tl.where(one >= k, one, reached)))
         prefix, shift = prefix + digit * unit, shift - 2
-    return prefix, _above(logits, prev_rank, held, prefix, T, BLOCK, HELD)
+    above = tl.full([], 0, tl.int32)
+    if reached != k:
+        above = _above(logits, prev_rank, held, prefix, T, BLOCK, HELD)
+    return prefix, above
 
 @triton.jit
 def _above(logits, prev_rank, held, prefix, T, BLOCK: tl.constexpr, HELD: tl.constexpr):
@@ -180,16 +189,36 @@ def _above(logits, prev_rank, held, prefix, T, BLOCK: tl.constexpr, HELD: tl.con
             counts += (_key(logit, there) > prefix).to(tl.int32)
     return tl.sum(counts, 0)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #ece18934
+# %% ../nbs/32_mor_expert_choice.ipynb #11e5ceb7
+@triton.jit
+def _counted(keys, prefix, WHOLE: tl.constexpr):
+    "1 for a key above in the lower half of a number's bits, for an equal one in the upper."
+    HALF: tl.constexpr = 4 * WHOLE.itemsize
+    return (keys > prefix).to(WHOLE) + ((keys == prefix).to(WHOLE) << HALF)
+
 @triton.jit
 def _seats(keys, prefix, equals, k, before):
     "Who sits, at which place, and `before` for the tokens after these; `equals` of those at prefix may sit."
-    counted = (keys > prefix).to(tl.int64) + ((keys == prefix).to(tl.int64) << 32)
+    HALF: tl.constexpr = 4 * before.dtype.itemsize
+    counted = _counted(keys, prefix, before.dtype)
     running = tl.cumsum(counted, 0) + before
-    above, equal = (running & 0xFFFFFFFF).to(tl.int32), (running >> 32).to(tl.int32)
+    above, equal = (running & ((1 << HALF) - 1)).to(tl.int32), (running >> HALF).to(tl.int32)
     place = above + tl.minimum(equal, equals)
     chosen = ((keys > prefix) | ((keys == prefix) & (equal <= equals))) & (place <= k)
     return chosen, place - 1, before + tl.sum(counted, 0)
+
+# %% ../nbs/32_mor_expert_choice.ipynb #b895cbc6
+@triton.jit
+def _ahead(logits, prev_rank, held, prefix, start, T, BLOCK: tl.constexpr, HELD: tl.constexpr):
+    "`before` of `_seats` for the tokens from `start` on."
+    WHOLE: tl.constexpr = tl.int32 if HELD else tl.int64
+    before = tl.sum(tl.where(tl.arange(0, BLOCK) < start, _counted(held, prefix, WHOLE), 0), 0)
+    if not HELD:
+        for first in tl.range(BLOCK, start, BLOCK):
+            logit, there = _some(logits, prev_rank, first, T, BLOCK)
+            ahead = first + tl.arange(0, BLOCK) < start
+            before += tl.sum(tl.where(ahead, _counted(_key(logit, there), prefix, WHOLE), 0), 0)
+    return before
 
 # %% ../nbs/32_mor_expert_choice.ipynb #f66e3410
 @triton.jit
@@ -230,17 +259,45 @@ def _squash_bwd(x, alpha, FUNC: tl.constexpr):
         y = tl.full(x.shape, 1., tl.float32)
     return y
 
-# %% ../nbs/32_mor_expert_choice.ipynb #caa5d6bb
+# %% ../nbs/32_mor_expert_choice.ipynb #7208c766
+@triton.jit
+def _sit(logits, watching, prev_rank, selected, weights, rank, first, marks, before, alpha, k, K, T, FUNC: tl.constexpr,
+         AUX: tl.constexpr, THRESHOLD: tl.constexpr, STEP: tl.constexpr):
+    """Tokens from `first` on take their seats. `before` for those after them, and of each: (4), l^2, a right guess, a shared seat."""
+    logit, there = _some(logits, prev_rank, first, T, STEP)
+    t, keys, judged, shared, after = first + tl.arange(0, STEP), _key(logit, there), logit, there, before[1]
+    if AUX:
+        judged, _ = _some(watching, prev_rank, first, T, STEP)
+        keys_aux = _key(judged, there)
+        if THRESHOLD:
+            keys = keys_aux
+    chosen, place, later = _seats(keys, marks[0], marks[1], k, before[0])
+    if AUX:
+        shared, _, after = _seats(keys_aux, marks[2], marks[3], k, before[1])
+    tl.store(rank + t, tl.where(chosen, place, -1), mask=t < T)
+    tl.store(selected + place, t.to(tl.int64), mask=chosen)
+    tl.store(weights + place, _squash(logit, alpha, FUNC), mask=chosen)
+    empty = (t >= k) & (t < K)
+    tl.store(selected + t, tl.full([STEP], 0, tl.int64) + (T - 1), mask=empty)
+    tl.store(weights + t, tl.zeros([STEP], tl.float32), mask=empty)
+    right = there & ((judged >= (0. if AUX or FUNC != "none" else 0.5)) == chosen)
+    bce = tl.where(there, _softplus(tl.where(chosen, -judged, judged)), 0.)  # (4)
+    return (later, after), bce, tl.where(there, logit * logit, 0.), right.to(tl.int32), (chosen & shared).to(tl.int32)  # (5)
+
+# %% ../nbs/32_mor_expert_choice.ipynb #ae385d6b
 @triton.jit(do_not_specialize=["K", "T", "LAST"])
 def _mor_select_kernel(logits, prev_rank, prev_count, table, step, selected, weights, rank, count, sums, alpha, K, T, LAST,
                        FUNC: tl.constexpr, AUX: tl.constexpr, THRESHOLD: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-                       STEP: tl.constexpr, EARLY: tl.constexpr):
-    """Seats for sequence b, K at most: places, gates, ranks, how many, and sums [B, 4] of (4), l^2, right guesses, shared seats."""
+                       STEP: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr):
+    """Seats of one of PARTS of a sequence, which has K at most: places, gates, ranks, how many in all, and sums [B PARTS, 4] of (4),
+    l^2, right guesses, shared seats."""
     if EARLY:
+        gdc_launch_dependents()
         gdc_wait()
-    b = tl.program_id(0).to(tl.int64)
+    part, b, sums = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64), sums + 4 * tl.program_id(0)
     logits += b * T
-    watching, rank, selected, weights = logits + tl.num_programs(0).to(tl.int64) * T, rank + b * T, selected + b * K, weights + b * K
+    watching, rank = logits + (tl.num_programs(0) // PARTS).to(tl.int64) * T, rank + b * T
+    selected, weights = selected + b * K, weights + b * K
     if prev_rank is not None:
         prev_rank += b * T
     k = tl.full([], 0, tl.int32) + K
@@ -248,67 +305,67 @@ def _mor_select_kernel(logits, prev_rank, prev_count, table, step, selected, wei
         k = tl.minimum(k, tl.load(table + tl.minimum(tl.maximum(tl.load(step), 0), LAST).to(tl.int32)))
     if prev_count is not None:
         k = tl.minimum(k, tl.load(prev_count + b))
+    held = _some_keys(logits, prev_rank, T, BLOCK)
+    share = tl.cdiv(tl.cdiv(T, STEP), PARTS) * STEP
+    start = part * share
+    if AUX:
+        held_aux = _some_keys(watching, prev_rank, T, BLOCK)
     if THRESHOLD:
         prefix, equals = tl.full([], 0x7FFFFFFF if AUX or FUNC != "none" else 0xBEFFFFFF, tl.int64).to(tl.uint32), 0
-        asked = watching if AUX else logits
-        k = tl.minimum(k, _above(asked, prev_rank, _some_keys(asked, prev_rank, T, BLOCK), prefix, T, BLOCK, HELD))
+        if AUX:
+            k = tl.minimum(k, _above(watching, prev_rank, held_aux, prefix, T, BLOCK, HELD))
+            before = _ahead(watching, prev_rank, held_aux, prefix, start, T, BLOCK, HELD)
+        else:
+            k = tl.minimum(k, _above(logits, prev_rank, held, prefix, T, BLOCK, HELD))
+            before = _ahead(logits, prev_rank, held, prefix, start, T, BLOCK, HELD)
     else:
-        prefix, above = _kth_key(logits, prev_rank, _some_keys(logits, prev_rank, T, BLOCK), k, T, BLOCK, HELD)
-        equals = k - above
+        prefix, above = _kth_key(logits, prev_rank, held, k, T, BLOCK, HELD)
+        equals, before = k - above, _ahead(logits, prev_rank, held, prefix, start, T, BLOCK, HELD)
+    marks, taken = (prefix, equals, prefix, equals), (before, before)
     if AUX:
-        prefix_aux, above = _kth_key(watching, prev_rank, _some_keys(watching, prev_rank, T, BLOCK), k, T, BLOCK, HELD)
-        equals_aux, before_aux, b_shared = k - above, tl.full([], 0, tl.int64), tl.zeros([STEP], tl.int32)
-    before, b_right = tl.full([], 0, tl.int64), tl.zeros([STEP], tl.int32)
-    b_bce, b_square = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
-    for first in tl.range(0, T, STEP):
-        logit, there = _some(logits, prev_rank, first, T, STEP)
-        t, keys, judged = first + tl.arange(0, STEP), _key(logit, there), logit
-        if AUX:
-            judged, _ = _some(watching, prev_rank, first, T, STEP)
-            keys_aux = _key(judged, there)
-            if THRESHOLD:
-                keys = keys_aux
-        chosen, place, before = _seats(keys, prefix, equals, k, before)
-        if AUX:
-            chosen_aux, _, before_aux = _seats(keys_aux, prefix_aux, equals_aux, k, before_aux)
-            b_shared += (chosen & chosen_aux).to(tl.int32)
-        tl.store(rank + t, tl.where(chosen, place, -1), mask=t < T)
-        tl.store(selected + place, t.to(tl.int64), mask=chosen)
-        tl.store(weights + place, _squash(logit, alpha, FUNC), mask=chosen)
-        empty = (t >= k) & (t < K)
-        tl.store(selected + t, tl.full([STEP], 0, tl.int64) + (T - 1), mask=empty)
-        tl.store(weights + t, tl.zeros([STEP], tl.float32), mask=empty)
-        guess = judged >= (0. if AUX or FUNC != "none" else 0.5)
-        b_right += (there & (guess == chosen)).to(tl.int32)
-        b_bce += tl.where(there, _softplus(tl.where(chosen, -judged, judged)), 0.)  # (4)
-        b_square += tl.where(there, logit * logit, 0.)  # (5)
-    tl.store(count + b, k)
-    tl.store(sums + 4 * b, tl.sum(b_bce, 0))
-    tl.store(sums + 4 * b + 1, tl.sum(b_square, 0))
-    tl.store(sums + 4 * b + 2, tl.sum(b_right, 0).to(tl.float32))
+        prefix_aux, above = _kth_key(watching, prev_rank, held_aux, k, T, BLOCK, HELD)
+        marks = (prefix, equals, prefix_aux, k - above)
+        taken = (before, _ahead(watching, prev_rank, held_aux, prefix_aux, start, T, BLOCK, HELD))
+    if HELD and STEP * PARTS == BLOCK:
+        _, bce, square, right, shared = _sit(logits, watching, prev_rank, selected, weights, rank, start, marks, taken, alpha, k, K, T,
+                                             FUNC, AUX, THRESHOLD, STEP)
+    else:
+        bce, square = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
+        right, shared = tl.zeros([STEP], tl.int32), tl.zeros([STEP], tl.int32)
+        for first in tl.range(start, tl.minimum(start + share, T), STEP):
+            taken, one, two, three, four = _sit(logits, watching, prev_rank, selected, weights, rank, first, marks, taken, alpha, k, K, T,
+                                                FUNC, AUX, THRESHOLD, STEP)
+            bce, square, right, shared = bce + one, square + two, right + three, shared + four
+    if part == 0:
+        tl.store(count + b, k)
+    bce, square, right = _sum3(bce, square, right.to(tl.float32))
+    tl.store(sums, bce)
+    tl.store(sums + 1, square)
+    tl.store(sums + 2, right)
     if AUX:
-        tl.store(sums + 4 * b + 3, tl.sum(b_shared, 0).to(tl.float32))
+        tl.store(sums + 3, tl.sum(shared, 0).to(tl.float32))
 
-# %% ../nbs/32_mor_expert_choice.ipynb #b4d7bf5b
+# %% ../nbs/32_mor_expert_choice.ipynb #6c313325
 @triton.jit
-def _totals(sums, prev_count, count, aux_loss, z_loss, totals, z_factor, B, T, AUX: tl.constexpr):
-    "Equations (4) and (5) from the sequences' shares; totals: both accuracies, and n."
+def _totals(sums, prev_count, count, aux_loss, z_loss, totals, z_factor, B, T, PARTS: tl.constexpr, AUX: tl.constexpr):
+    "Equations (4) and (5) from the programs' shares; totals: both accuracies, and n."
     b_bce, b_square, b_right, b_shared = (tl.zeros([32], tl.float32), tl.zeros([32], tl.float32), tl.zeros([32], tl.float32),
                                           tl.zeros([32], tl.float32))
     n, seats = tl.zeros([32], tl.float32), tl.zeros([32], tl.float32)
-    for first in tl.range(0, B, 32):
-        b = first + tl.arange(0, 32)
-        here = b < B
-        b_bce += tl.load(sums + 4 * b, mask=here, other=0.)
-        b_square += tl.load(sums + 4 * b + 1, mask=here, other=0.)
-        b_right += tl.load(sums + 4 * b + 2, mask=here, other=0.)
+    for first in tl.range(0, B * PARTS, 32):
+        i = first + tl.arange(0, 32)
+        here, b = i < B * PARTS, i // PARTS
+        b_bce += tl.load(sums + 4 * i, mask=here, other=0.)
+        b_square += tl.load(sums + 4 * i + 1, mask=here, other=0.)
+        b_right += tl.load(sums + 4 * i + 2, mask=here, other=0.)
         if AUX:
-            b_shared += tl.load(sums + 4 * b + 3, mask=here, other=0.)
-        seats += tl.load(count + b, mask=here, other=0).to(tl.float32)
+            b_shared += tl.load(sums + 4 * i + 3, mask=here, other=0.)
+        once = here & (i % PARTS == 0)
+        seats += tl.load(count + b, mask=once, other=0).to(tl.float32)
         if prev_count is not None:
-            n += tl.load(prev_count + b, mask=here, other=0).to(tl.float32)
+            n += tl.load(prev_count + b, mask=once, other=0).to(tl.float32)
         else:
-            n += tl.where(here, T, 0).to(tl.float32)
+            n += tl.where(once, T, 0).to(tl.float32)
     n, seats = tl.maximum(tl.sum(n, 0), 1.), tl.maximum(tl.sum(seats, 0), 1.)
     tl.store(aux_loss, tl.sum(b_bce, 0) / n)
     tl.store(z_loss, tl.sum(b_square, 0) / n * z_factor)
@@ -316,7 +373,7 @@ def _totals(sums, prev_count, count, aux_loss, z_loss, totals, z_factor, B, T, A
     tl.store(totals + 1, tl.sum(b_shared, 0) / seats)
     tl.store(totals + 2, n)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #aece1569
+# %% ../nbs/32_mor_expert_choice.ipynb #15317927
 @triton.jit
 def _gather_rows(table, out, start, to, sits, here, P: tl.constexpr):
     "out[to] = table[start], rows of P; zeros where nobody sits."
@@ -328,7 +385,7 @@ def _gather_rows(table, out, start, to, sits, here, P: tl.constexpr):
 @triton.jit(do_not_specialize=["B", "K", "T"])
 def _mor_gather_kernel(x, embeddings, selected, prev_count, count, sums, tokens, gathered, aux_loss, z_loss, totals, z_factor, B, K, T,
                        D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDTHS: tl.constexpr, SHARED: tl.constexpr,
-                       AUX: tl.constexpr, EARLY: tl.constexpr):
+                       PARTS: tl.constexpr, AUX: tl.constexpr, EARLY: tl.constexpr):
     """y of (3) for R survivors and C columns, zeros in empty seats; with the first columns also their embeddings [1 or B, T, P]."""
     if EARLY:
         gdc_wait()
@@ -343,7 +400,7 @@ def _mor_gather_kernel(x, embeddings, selected, prev_count, count, sums, tokens,
             for e in tl.static_range(len(WIDTHS)):
                 _gather_rows(embeddings[e], gathered[e], t if SHARED[e] else b * T + t, to, here & sits, here, WIDTHS[e])
     if tl.program_id(0) == 0:
-        _totals(sums, prev_count, count, aux_loss, z_loss, totals, z_factor, B, T, AUX)
+        _totals(sums, prev_count, count, aux_loss, z_loss, totals, z_factor, B, T, PARTS, AUX)
 
 # %% ../nbs/32_mor_expert_choice.ipynb #ca1d450f
 @triton.jit(do_not_specialize=["N", "K", "T"])
@@ -359,12 +416,12 @@ def _mor_combine_kernel(x, h, weights, rank, out, N, K, T, D: tl.constexpr, R: t
         b_h *= tl.load(weights + at, mask=sits, other=0.)[:, None]
     tl.store(out + wide[:, None] * D + cols[None, :], cast(b_x + b_h, out.dtype.element_ty), mask=here[:, None] & inside)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #0ada47c2
+# %% ../nbs/32_mor_expert_choice.ipynb #2da47500
 _HELD = 8192 # tokens whose keys a program keeps in registers
 
 @cache
 def _tile(D): # R, C
-    wide = next((c for c in (512, 256, 128) if D % c == 0), min(256, max(16, triton.next_power_of_2(D))))
+    wide = next((c for c in (512, 256, 128) if D % c == 0), min(256, max(128, triton.next_power_of_2(D))))
     return dict(R=2048 // wide, C=wide)
 
 @cache
@@ -375,25 +432,30 @@ def _pdl(early): return dict(EARLY=early, **(dict(launch_pdl=True) if early else
 
 def _score_tile(D): # R, C, G for a warp
     C = min(256, max(16, triton.next_power_of_2(D)))
-    return dict(R=4 if D <= 1024 else 2, C=C, G=min(4, -(-D // C)))
+    return dict(R=4 if D <= 1024 else 2, C=C, G=min(4, -(-D // C)), num_warps=1)
 
 @cache
-def _score_launcher(D):
+def _score_launcher(D, early):
     tile = _score_tile(D)
-    return tile["R"], launcher(_mor_score_kernel, D=D, num_warps=1, **tile)
-
-def _select_shape(T, aux):
-    BLOCK = max(32, triton.next_power_of_2(T)) if T <= _HELD else _HELD // 2
-    return dict(BLOCK=BLOCK, HELD=T <= BLOCK, STEP=min(BLOCK, 1024 if aux else 2048)), min(16, max(1, BLOCK // 128))
+    return tile["R"], launcher(_mor_score_kernel, D=D, EARLY=early, **tile)
 
 @cache
-def _select_launcher(T, func, aux, threshold, early):
-    shape, warps = _select_shape(T, aux)
+def _parts(B, T): # programs of a sequence: 1024 tokens each, if that makes no more than 128
+    return max([1, *(n for n in (2, 4, 8) if n * B <= 128 and n * 1024 <= T)])
+
+def _select_shape(parts, T, aux):
+    BLOCK = max(32, triton.next_power_of_2(T)) if T <= _HELD else _HELD // 2
+    step = min(BLOCK // parts if T <= BLOCK else BLOCK, 1024 if aux else 2048)
+    return dict(BLOCK=BLOCK, HELD=T <= BLOCK, STEP=step, PARTS=parts), min(16, max(1, BLOCK // 128))
+
+@cache
+def _select_launcher(parts, T, func, aux, threshold, early):
+    shape, warps = _select_shape(parts, T, aux)
     return launcher(_mor_select_kernel, FUNC=func, AUX=aux, THRESHOLD=threshold, **shape, **_pdl(early), num_warps=warps)
 
 @cache
-def _gather_launcher(D, widths, shared, aux, early):
-    return launcher(_mor_gather_kernel, D=D, WIDTHS=widths, SHARED=shared, AUX=aux, **_tile(D), **_pdl(early))
+def _gather_launcher(D, widths, shared, parts, aux, early):
+    return launcher(_mor_gather_kernel, D=D, WIDTHS=widths, SHARED=shared, PARTS=parts, AUX=aux, **_tile(D), **_pdl(early))
 
 @cache
 def _combine_launcher(D): return launcher(_mor_combine_kernel, D=D, **_tile(D))
@@ -402,7 +464,7 @@ def _strips(rows, D): return -(-rows // _tile(D)["R"]) # whole rows; triton.cdiv
 
 def _tiles(rows, D): return _strips(rows, D) * -(-D // _tile(D)["C"])
 
-# %% ../nbs/32_mor_expert_choice.ipynb #0b9556c6
+# %% ../nbs/32_mor_expert_choice.ipynb #19962a8f
 def _route(x, weight, aux_weight, embeddings, prev_rank, prev_count, table, step, k, func, alpha, temp, z_factor, threshold):
     (B, T, D), aux = x.shape, aux_weight is not None
     outs = _route_fake(x, weight, aux_weight, embeddings, prev_rank, prev_count, table, step, k, func, alpha, temp, z_factor, threshold)
@@ -410,16 +472,15 @@ def _route(x, weight, aux_weight, embeddings, prev_rank, prev_count, table, step
     if not B:
         for t in aux_loss, z_loss, totals: t.zero_()
         return outs
-    x, device, sums = x.contiguous(), x.device.index, logits.new_empty(B, 4)
-    aux_weight = aux_weight.contiguous() if aux else None
-    R, launch = _score_launcher(D)
+    x, early, parts = x.contiguous(), _early(x.device.index), _parts(B, T)
+    aux_weight, sums = aux_weight.contiguous() if aux else None, logits.new_empty(B * parts, 4)
+    R, launch = _score_launcher(D, early)
     launch(-(-B * T // R), x, weight.contiguous(), aux_weight, prev_rank, logits, temp, B * T)
     last = 0 if table is None else len(table) - 1
-    _select_launcher(T, func, aux, threshold, _early(device))(B, logits, prev_rank, prev_count, table, step, selected, weights, rank, count,
-                                                              sums, alpha, k, T, last)
-    tables = tuple([e.contiguous() for e in embeddings]) or None
-    launch = _gather_launcher(D, tuple([e.shape[-1] for e in embeddings]), tuple([e.dim() == 2 or len(e) == 1 for e in embeddings]), aux,
-                              _early(device))
+    launch = _select_launcher(parts, T, func, aux, threshold, early)
+    launch(B * parts, logits, prev_rank, prev_count, table, step, selected, weights, rank, count, sums, alpha, k, T, last)
+    tables, shared = tuple([e.contiguous() for e in embeddings]) or None, tuple([e.dim() == 2 or len(e) == 1 for e in embeddings])
+    launch = _gather_launcher(D, tuple([e.shape[-1] for e in embeddings]), shared, parts, aux, early)
     launch(_tiles(B * k, D), x, tables, selected, prev_count, count, sums, tokens, tuple(gathered) or None, aux_loss, z_loss, totals,
            z_factor, B, k, T)
     return outs
@@ -460,22 +521,30 @@ def _mor_combine_bwd_kernel(do, h, weights, selected, count, dh, dweights, N, K,
     if weights is not None:
         tl.store(dweights + rows, tl.sum(b_dw, 1), mask=here)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #e0c661c5
+# %% ../nbs/32_mor_expert_choice.ipynb #e594a37a
 @triton.jit
-def _dlogits(rows, b, sits, place, there, logit, judged, dweights, daux, dz, n, alpha, z_factor, K, FUNC: tl.constexpr, AUX: tl.constexpr):
-    "Equation (7) for both routers; what stands in brackets in (7) is added where there is a gradient of the gate."
-    dl, watching = tl.zeros(logit.shape, tl.float32), tl.zeros(logit.shape, tl.float32)
-    if dweights is not None:
-        dl += tl.load(dweights + b * K + place, mask=sits, other=0.) * _squash_bwd(logit, alpha, FUNC)
-    if dz is not None:
-        dl += tl.load(dz) * z_factor * 2. / n * logit
-    if daux is not None:
-        off = tl.load(daux) / n * tl.where(sits, -_sigmoid(-judged), _sigmoid(judged))
-        if AUX:
-            watching += off
-        else:
-            dl += off
-    return tl.where(there, dl, 0.), tl.where(there, watching, 0.)
+def _dlogits(rows, end, prev_rank, rank, logits, dweights, daux, dz, n, alpha, z_factor, N, K, T, FUNC: tl.constexpr, AUX: tl.constexpr,
+             LOGITS: tl.constexpr):
+    "Places of tokens, their seats, and equation (7) for both routers; what is in brackets in (7) counts if the gate has a gradient."
+    here, b = rows < end, (rows // T).to(tl.int64)
+    place, there = tl.load(rank + rows, mask=here, other=-1), here
+    sits, seat, dl, watching = place >= 0, b * K + place, tl.zeros(rows.shape, tl.float32), tl.zeros(rows.shape, tl.float32)
+    if prev_rank is not None:
+        there &= tl.load(prev_rank + rows, mask=here, other=-1) >= 0
+    if LOGITS:
+        logit = tl.load(logits + rows, mask=there, other=0.)
+        if dweights is not None:
+            dl += tl.load(dweights + seat, mask=sits, other=0.) * _squash_bwd(logit, alpha, FUNC)
+        if dz is not None:
+            dl += tl.load(dz) * z_factor * 2. / n * logit
+        if daux is not None:
+            judged = tl.load(logits + N + rows, mask=there, other=0.) if AUX else logit
+            off = tl.load(daux) / n * tl.where(sits, -_sigmoid(-judged), _sigmoid(judged))
+            if AUX:
+                watching += off
+            else:
+                dl += off
+    return sits, there, seat, tl.where(there, dl, 0.), tl.where(there, watching, 0.)
 
 @triton.jit(do_not_specialize=["N", "K", "T", "STRIP"])
 def _mor_route_bwd_kernel(x, weight, prev_rank, rank, logits, totals, dresidual, dtokens, dweights, daux, dz, dx, partial, alpha, temp,
@@ -486,31 +555,33 @@ def _mor_route_bwd_kernel(x, weight, prev_rank, rank, logits, totals, dresidual,
     strip, inside = tl.program_id(0) // tl.cdiv(D, C), (cols < D)[None, :]
     b_w = tl.load(weight + cols, mask=cols < D, other=0.).to(tl.float32)[None, :] / temp
     b_dw, b_daux, n = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32), tl.load(totals + 2)
-    end = tl.minimum(strip * STRIP + STRIP, N)
-    for first in tl.range(strip * STRIP, end, R):
+    end, rows = tl.minimum(strip * STRIP + STRIP, N), strip * STRIP + tl.arange(0, R)
+    sits, there, seat, dl, watching = _dlogits(rows, end, prev_rank, rank, logits, dweights, daux, dz, n, alpha, z_factor, N, K, T, FUNC,
+                                               AUX, LOGITS)
+    for first in tl.range(strip * STRIP, end, R, num_stages=1):
         rows = first + tl.arange(0, R)
-        here, wide = rows < end, rows.to(tl.int64)
-        place, b, at = tl.load(rank + rows, mask=here, other=-1), (rows // T).to(tl.int64), wide[:, None] * D + cols[None, :]
-        sits, there, b_dx = place >= 0, here, tl.zeros([R, C], tl.float32)
-        if prev_rank is not None:
-            there &= tl.load(prev_rank + rows, mask=here, other=-1) >= 0
+        at, here, b_dx = rows.to(tl.int64)[:, None] * D + cols[None, :], (rows < end)[:, None] & inside, tl.zeros([R, C], tl.float32)
+        if LOGITS and partial is not None:
+            b_x = tl.load(x + at, mask=there[:, None] & inside, other=0.)
+        if dx is not None and dresidual is not None:
+            b_do = tl.load(dresidual + at, mask=here, other=0.)
+        if dx is not None and dtokens is not None:
+            b_dy = tl.load(dtokens + seat[:, None] * D + cols[None, :], mask=sits[:, None] & inside, other=0.)
+        sits, there, seat, next_dl, next_watching = _dlogits(rows + R, end, prev_rank, rank, logits, dweights, daux, dz, n, alpha, z_factor,
+                                                             N, K, T, FUNC, AUX, LOGITS)  # while those are on their way
         if LOGITS:
-            logit = tl.load(logits + rows, mask=there, other=0.)
-            judged = tl.load(logits + N + rows, mask=there, other=0.) if AUX else logit
-            dl, watching = _dlogits(rows, b, sits, place, there, logit, judged, dweights, daux, dz, n, alpha, z_factor, K, FUNC, AUX)
             b_dx = dl[:, None] * b_w
             if partial is not None:
-                b_x = tl.load(x + at, mask=there[:, None] & inside, other=0.).to(tl.float32)
-                b_dw += dl[:, None] * b_x
+                b_dw += dl[:, None] * b_x.to(tl.float32)
                 if AUX:
-                    b_daux += watching[:, None] * b_x
+                    b_daux += watching[:, None] * b_x.to(tl.float32)
         if dx is not None:
             if dresidual is not None:
-                b_dx += tl.load(dresidual + at, mask=here[:, None] & inside, other=0.).to(tl.float32)
+                b_dx += b_do.to(tl.float32)
             if dtokens is not None:
-                seat = (b * K + place)[:, None]
-                b_dx += tl.load(dtokens + seat * D + cols[None, :], mask=sits[:, None] & inside, other=0.).to(tl.float32)
-            tl.store(dx + at, cast(b_dx, dx.dtype.element_ty), mask=here[:, None] & inside)
+                b_dx += b_dy.to(tl.float32)
+            tl.store(dx + at, cast(b_dx, dx.dtype.element_ty), mask=here)
+        dl, watching = next_dl, next_watching
     if partial is not None:
         tl.store(partial + strip.to(tl.int64) * D + cols, tl.sum(b_dw, 0), mask=cols < D)
         if AUX:
@@ -535,13 +606,15 @@ def _mor_router_kernel(partial, dweight, daux_weight, temp, P, D: tl.constexpr, 
     if daux_weight is not None:
         tl.store(daux_weight + cols, cast(tl.sum(other, 0), daux_weight.dtype.element_ty), mask=inside)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #f78a685f
+# %% ../nbs/32_mor_expert_choice.ipynb #1f57a3dd
 @cache
 def _combine_bwd_launcher(D): return launcher(_mor_combine_bwd_kernel, D=D, **_tile(D))
 
 @cache
 def _route_bwd_launcher(D, func, aux, has_logits):
-    return launcher(_mor_route_bwd_kernel, D=D, FUNC=func, AUX=aux, LOGITS=has_logits, **_tile(D))
+    return launcher(_mor_route_bwd_kernel, D=D, FUNC=func, AUX=aux, LOGITS=has_logits, **_route_bwd_tile(D))
+
+def _route_bwd_tile(D): return dict(R=8, C=128, num_warps=2)
 
 @cache
 def _router_launcher(D, early): return launcher(_mor_router_kernel, D=D, R=64, C=32, **_pdl(early))
@@ -560,10 +633,9 @@ def _combine_bwd_fake(do, h, weights, selected, count):
     dh = h.new_empty(h.shape)
     return [dh] if weights is None else [dh, do.new_empty(weights.shape, dtype=torch.float32)]
 
-# %% ../nbs/32_mor_expert_choice.ipynb #854601ac
-@cache
-def _strip(N, D): # tokens of a program: so many that there are about 1024 programs, a power of 2, and 16 at least
-    return max(16, 1 << (-(-N * -(-D // _tile(D)["C"]) // 1024) - 1).bit_length())
+# %% ../nbs/32_mor_expert_choice.ipynb #855f97bb
+def _strip(N, D, C): # tokens of a program: so many that there are about 4096 programs, a power of 2, and 32 at least
+    return max(32, 1 << (-(-N * -(-D // C) // 4096) - 1).bit_length())
 
 def _route_bwd(x, weight, aux_weight, prev_rank, rank, logits, totals, dresidual, dtokens, dweights, daux, dz, k, func, alpha, temp,
                z_factor, need_x, need_weights):
@@ -575,12 +647,13 @@ def _route_bwd(x, weight, aux_weight, prev_rank, rank, logits, totals, dresidual
     if not (N and has_logits):
         for t in routers: t.zero_()
     if not N or not (need_x or has_logits): return outs
-    strip = _strip(N, D)
+    tile = _route_bwd_tile(D)
+    strip = _strip(N, D, tile["C"])
     P, add_up = -(-N // strip), need_weights and has_logits
     partial = logits.new_empty(len(routers), P, D) if add_up else None
     given = [None if t is None else t.contiguous() for t in (dresidual, dtokens, dweights, daux, dz)]
     launch = _route_bwd_launcher(D, func, aux, has_logits)
-    launch(P * -(-D // _tile(D)["C"]), x.contiguous(), weight.contiguous(), prev_rank, rank, logits, totals, *given,
+    launch(P * -(-D // tile["C"]), x.contiguous(), weight.contiguous(), prev_rank, rank, logits, totals, *given,
            outs[0] if need_x else None, partial, alpha, temp, z_factor, N, k, T, strip)
     if add_up: _router_launcher(D, _early(x.device.index))(-(-D // 32), partial, *routers, *[None] * (2 - len(routers)), temp, P)
     return outs
@@ -789,7 +862,7 @@ def mor_expert_choice(
     routed = route_expert_choice(x, router_weight, mor_top_k(capacity_factor, x.shape[1]), prev, **options)
     return combine_expert_choice(routed, block(routed.tokens, routed), weighted), routed
 
-# %% ../nbs/32_mor_expert_choice.ipynb #902fbc5b
+# %% ../nbs/32_mor_expert_choice.ipynb #309bdfc2
 def aot_cases(
     shapes=((512, 768, "bf16"), (8192, 4096, "fp32"), (20000, 300, "bf16")), # T, D, dtype
 ) -> list: # of `Case`
@@ -807,7 +880,7 @@ def _aot_cases(T, D, name, rich, early):
                             "partial", "dweight", "daux_weight"), "*fp32")
     types |= dict(embeddings=("*fp32", "*fp32"), gathered=("*fp32", "*fp32")) if rich else {}
     optional = "aux_weight", "prev_rank", "prev_count", "table", "step", "daux_weight", "embeddings", "gathered"
-    shape, warps = _select_shape(T, rich)
+    shape, warps = _select_shape(_parts(1 if rich else 64, T), T, rich)
     fixed = dict(D=D, **_tile(D)) | dict(AUX=rich, EARLY=early, FUNC="tanh" if rich else "sigmoid", LOGITS=True)
     fixed |= dict(WIDTHS=(64, 64) if rich else (), SHARED=(True, False) if rich else ()) | ({} if rich else dict.fromkeys(optional))
     def case(kernel, num_warps=4, **more):
@@ -815,5 +888,6 @@ def _aot_cases(T, D, name, rich, early):
         return Case(f"dormouse_fused.mor_expert_choice:_mor_{kernel}_kernel", {n: types[n] for n in names if n not in given},
                     {n: v for n, v in given.items() if n in names}, num_warps=num_warps)
     select = [case("select", warps, THRESHOLD=threshold, **shape) for threshold in (False, True)]
-    score = case("score", 1, **_score_tile(D))
-    return [score, *select, case("router", R=64, C=32), *map(case, ("gather", "combine", "combine_bwd", "route_bwd"))]
+    score = case("score", **_score_tile(D))
+    gather, back = case("gather", PARTS=shape["PARTS"]), case("route_bwd", **_route_bwd_tile(D))
+    return [score, *select, gather, back, case("router", R=64, C=32), *map(case, ("combine", "combine_bwd"))]

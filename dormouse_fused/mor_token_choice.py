@@ -7,7 +7,7 @@ __all__ = ['naive_mor_token_choice', 'mor_token_choice_cost', 'Depths', 'route_t
            'finish_token_choice', 'mor_token_choice', 'update_router_bias_', 'survivors_mask', 'Spent',
            'MixtureOfRecursions', 'RecursionCache', 'aot_cases']
 
-# %% ../nbs/33_mor_token_choice.ipynb #eda26989
+# %% ../nbs/33_mor_token_choice.ipynb #973690bb
 from functools import cache
 from typing import NamedTuple
 import torch
@@ -19,7 +19,7 @@ from .triton import FLOATS, INTERPRET, Case, cast, check_device, check_tensor, f
 from .triton import below_autograd, register, remembered, straight
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # %% ../nbs/33_mor_token_choice.ipynb #645877e8
 def naive_mor_token_choice(x, router_weight, blocks, router_func="softmax", alpha=1.0, temp=1.0, bias=None, num_items_in_batch=None,
@@ -95,16 +95,18 @@ def _probs(b_l, alpha, SOFTMAX: tl.constexpr, N: tl.constexpr):
             b_p = b_p + (alpha / (1. + tl.exp(-b_l[i])),)
     return b_s, top + tl.log(total), b_p
 
-# %% ../nbs/33_mor_token_choice.ipynb #30c63afc
+# %% ../nbs/33_mor_token_choice.ipynb #a436f2ca
 @triton.jit(do_not_specialize=["M", "STEPS"])
 def _mor_depth_kernel(x, weight, bias, step, logits, chosen, weights, sums, alpha, temp, M, STEPS, D: tl.constexpr, R: tl.constexpr,
-                      C: tl.constexpr, G: tl.constexpr, N: tl.constexpr, SOFTMAX: tl.constexpr):
+                      C: tl.constexpr, G: tl.constexpr, N: tl.constexpr, SOFTMAX: tl.constexpr, EARLY: tl.constexpr):
     """Equations (1) and (2) for R of M tokens; sums [programs, 2 N + 1]: of p, of choices, of z^2. Until STEPS, all go to the end."""
+    if EARLY:
+        gdc_launch_dependents()
     rows = tl.program_id(0) * R + tl.arange(0, R)
     here, b_l = rows < M, ()
     for _ in tl.static_range(N):
         b_l = b_l + (tl.zeros([R, C], tl.float32),)
-    for j in tl.static_range(0, D, G * C):
+    for j in tl.range(0, D, G * C, num_stages=1):
         b_x, next_ = _pieces(x, rows.to(tl.int64)[:, None] * D, j, here[:, None], D, C, G), ()
         for i in tl.static_range(N):
             next_ = next_ + (_onto(b_l[i], b_x, weight + i * D, j, D, C),)
@@ -216,19 +218,20 @@ def _mor_finish_kernel(x, h, depth, rank, weights, out, rooms, M, T, D: tl.const
     b_x = tl.load(x + wide[:, None] * D + cols[None, :], mask=here[:, None] & inside, other=0.).to(tl.float32)
     tl.store(out + wide[:, None] * D + cols[None, :], cast(b_x + b_h, out.dtype.element_ty), mask=here[:, None] & inside)
 
-# %% ../nbs/33_mor_token_choice.ipynb #a9c33fb4
-def _depth_tile(D, N): # R, C, G for a warp
-    tile = _score_tile(D)
-    return tile | dict(R=max(1, tile["R"] // (1 if N <= 2 else 2 if N <= 4 else 4)))
+# %% ../nbs/33_mor_token_choice.ipynb #64c9e49e
+def _depth_tile(D, N): # R, C, G; from 1024 on a warp has a row
+    C = _score_tile(D)["C"]
+    if D > 1024: return dict(R=4, C=C, G=4, num_warps=4)
+    return dict(R=4 if N <= 4 else 1, C=C, G=min(2, -(-D // C)), num_warps=1)
 
 @cache
-def _depth_launcher(D, N, softmax):
+def _depth_launcher(D, N, softmax, early):
     tile = _depth_tile(D, N)
-    return tile["R"], launcher(_mor_depth_kernel, D=D, N=N, SOFTMAX=softmax, num_warps=1, **tile)
+    return tile["R"], launcher(_mor_depth_kernel, D=D, N=N, SOFTMAX=softmax, EARLY=early, **tile)
 
 def _close_shape(T):
-    BLOCK = min(1024, max(32, triton.next_power_of_2(T)))
-    return dict(BLOCK=BLOCK), max(1, BLOCK // 128)
+    BLOCK = min(2048, max(32, triton.next_power_of_2(T)))
+    return dict(BLOCK=BLOCK), min(8, max(1, BLOCK // 128))
 
 @cache
 def _close_launcher(T, N, early):
@@ -241,7 +244,7 @@ def _advance_launcher(D, widths, shared): return launcher(_mor_advance_kernel, D
 @cache
 def _finish_launcher(D, N): return launcher(_mor_finish_kernel, D=D, N=N, **_tile(D))
 
-# %% ../nbs/33_mor_token_choice.ipynb #ff0839ed
+# %% ../nbs/33_mor_token_choice.ipynb #219203fa
 def _route(x, weight, bias, step, rooms, steps, softmax, alpha, temp, factor):
     (B, T, D), N = x.shape, len(weight)
     outs = _route_fake(x, weight, bias, step, rooms, steps, softmax, alpha, temp, factor)
@@ -249,7 +252,7 @@ def _route(x, weight, bias, step, rooms, steps, softmax, alpha, temp, factor):
     if not B:
         for t in balancing_loss, z_loss, ratio: t.zero_()
         return outs
-    R, launch = _depth_launcher(D, N, softmax)
+    R, launch = _depth_launcher(D, N, softmax, _early(x.device.index))
     M, P = B * T, -(-B * T // R)
     sums, bias = logits.new_empty(P, 2 * N + 1), bias if bias is None else bias.contiguous()
     launch(P, x.contiguous(), weight.contiguous(), bias, step, logits, chosen, weights, sums, alpha, temp, M, steps)
@@ -334,7 +337,36 @@ def _mor_advance_bwd_kernel(dtokens, dpassed, selected_before, rank, count_befor
         b_dh = tl.where(goes_on, b_dh, tl.load(dpassed + to, mask=here[:, None] & inside & (place < 0)[:, None], other=0.))
     tl.store(dh + to, b_dh, mask=here[:, None] & inside)
 
-# %% ../nbs/33_mor_token_choice.ipynb #30e6ef25
+# %% ../nbs/33_mor_token_choice.ipynb #2ad6139c
+@triton.jit
+def _dlogits(rows, end, logits, chosen, ratio, dweights, dbalance, dz, alpha, factor, M, N: tl.constexpr, SOFTMAX: tl.constexpr,
+             LOGITS: tl.constexpr):
+    "Equations (8) and (9): the gradient [R] of each depth's logits."
+    out, here = (), rows < end
+    if LOGITS:
+        b_l, depth, b_q, mean = (), tl.load(chosen + rows, mask=here, other=-1), (), tl.zeros(rows.shape, tl.float32)
+        for i in tl.static_range(N):
+            b_l = b_l + (tl.load(logits + i * tl.cast(M, tl.int64) + rows, mask=here, other=0.),)
+        b_s, b_z, b_p = _probs(b_l, alpha, SOFTMAX, N)
+        for i in tl.static_range(N):
+            q = tl.zeros(rows.shape, tl.float32)
+            if dweights is not None:
+                q += tl.load(dweights + rows, mask=here & (depth == i), other=0.)
+            if dbalance is not None:
+                q += tl.load(dbalance) * factor / M * N * tl.load(ratio + i)
+            b_q = b_q + (alpha * q,)  # (8)
+            mean += b_s[i] * alpha * q
+        for i in tl.static_range(N):
+            if SOFTMAX:
+                dl = b_s[i] * (b_q[i] - mean)
+            else:
+                dl = b_q[i] / (1. + tl.exp(-b_l[i])) / (1. + tl.exp(b_l[i]))
+            if dz is not None:
+                dl += tl.load(dz) * factor * 2. / M * b_z * b_s[i]  # (9)
+            out = out + (tl.where(here, dl, 0.),)
+    return out
+
+# %% ../nbs/33_mor_token_choice.ipynb #114d1e37
 @triton.jit(do_not_specialize=["M", "STRIP"])
 def _mor_depth_bwd_kernel(x, weight, logits, chosen, ratio, dresidual, dtokens, dweights, dbalance, dz, dx, partial, alpha, temp, factor, M,
                           STRIP, D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, N: tl.constexpr, SOFTMAX: tl.constexpr,
@@ -344,44 +376,34 @@ def _mor_depth_bwd_kernel(x, weight, logits, chosen, ratio, dresidual, dtokens, 
     strip, inside, b_dw = tl.program_id(0) // tl.cdiv(D, C), (cols < D)[None, :], ()
     for _ in tl.static_range(N):
         b_dw = b_dw + (tl.zeros([R, C], tl.float32),)
-    end = tl.minimum(strip * STRIP + STRIP, M)
-    for first in tl.range(strip * STRIP, end, R):
+    end, rows = tl.minimum(strip * STRIP + STRIP, M), strip * STRIP + tl.arange(0, R)
+    dl = _dlogits(rows, end, logits, chosen, ratio, dweights, dbalance, dz, alpha, factor, M, N, SOFTMAX, LOGITS)
+    for first in tl.range(strip * STRIP, end, R, num_stages=1):
         rows = first + tl.arange(0, R)
-        here, at, b_dx = rows < end, rows.to(tl.int64)[:, None] * D + cols[None, :], tl.zeros([R, C], tl.float32)
+        at, here = rows.to(tl.int64)[:, None] * D + cols[None, :], (rows < end)[:, None] & inside
+        b_dx, total = tl.zeros([R, C], tl.float32), ()
+        if LOGITS and partial is not None:
+            b_x = tl.load(x + at, mask=here, other=0.)
+        if dx is not None and dresidual is not None:
+            b_do = tl.load(dresidual + at, mask=here, other=0.)
+        if dx is not None and dtokens is not None:
+            b_dy = tl.load(dtokens + at, mask=here, other=0.)
+        next_dl = _dlogits(rows + R, end, logits, chosen, ratio, dweights, dbalance, dz, alpha, factor, M, N, SOFTMAX, LOGITS)
         if LOGITS:
-            b_l, depth, b_q, mean, next_ = (), tl.load(chosen + rows, mask=here, other=-1), (), tl.zeros([R], tl.float32), ()
             for i in tl.static_range(N):
-                b_l = b_l + (tl.load(logits + i * tl.cast(M, tl.int64) + rows, mask=here, other=0.),)
-            b_s, b_z, b_p = _probs(b_l, alpha, SOFTMAX, N)
-            for i in tl.static_range(N):
-                q = tl.zeros([R], tl.float32)
-                if dweights is not None:
-                    q += tl.load(dweights + rows, mask=here & (depth == i), other=0.)
-                if dbalance is not None:
-                    q += tl.load(dbalance) * factor / M * N * tl.load(ratio + i)
-                b_q = b_q + (alpha * q,)  # (8)
-                mean += b_s[i] * alpha * q
-            if partial is not None:
-                b_x = tl.load(x + at, mask=here[:, None] & inside, other=0.).to(tl.float32)
-            for i in tl.static_range(N):
-                if SOFTMAX:
-                    dl = b_s[i] * (b_q[i] - mean)
-                else:
-                    dl = b_q[i] / (1. + tl.exp(-b_l[i])) / (1. + tl.exp(b_l[i]))
-                if dz is not None:
-                    dl += tl.load(dz) * factor * 2. / M * b_z * b_s[i]  # (9)
-                dl = tl.where(here, dl, 0.)[:, None]
-                b_dx += dl * (tl.load(weight + i * D + cols, mask=cols < D, other=0.).to(tl.float32) / temp)[None, :]
+                if dx is not None:
+                    b_dx += dl[i][:, None] * (tl.load(weight + i * D + cols, mask=cols < D, other=0.).to(tl.float32) / temp)[None, :]
                 if partial is not None:
-                    next_ = next_ + (b_dw[i] + dl * b_x,)
+                    total = total + (b_dw[i] + dl[i][:, None] * b_x.to(tl.float32),)
             if partial is not None:
-                b_dw = next_
+                b_dw = total
         if dx is not None:
             if dresidual is not None:
-                b_dx += tl.load(dresidual + at, mask=here[:, None] & inside, other=0.).to(tl.float32)
+                b_dx += b_do.to(tl.float32)
             if dtokens is not None:
-                b_dx += tl.load(dtokens + at, mask=here[:, None] & inside, other=0.).to(tl.float32)
-            tl.store(dx + at, cast(b_dx, dx.dtype.element_ty), mask=here[:, None] & inside)
+                b_dx += b_dy.to(tl.float32)
+            tl.store(dx + at, cast(b_dx, dx.dtype.element_ty), mask=here)
+        dl = next_dl
     if partial is not None:
         for i in tl.static_range(N):
             tl.store(partial + (i * strips + strip).to(tl.int64) * D + cols, tl.sum(b_dw[i], 0), mask=cols < D)
@@ -399,7 +421,7 @@ def _mor_depth_router_kernel(partial, dweight, temp, P, D: tl.constexpr, R: tl.c
         total += tl.load(partial + at, mask=(rows < P)[:, None] & inside[None, :], other=0.)
     tl.store(dweight + i * D + cols, cast(tl.sum(total, 0) / temp, dweight.dtype.element_ty), mask=inside)
 
-# %% ../nbs/33_mor_token_choice.ipynb #86507c6b
+# %% ../nbs/33_mor_token_choice.ipynb #a455a080
 @cache
 def _finish_bwd_launcher(D, N): return launcher(_mor_finish_bwd_kernel, D=D, N=N, **_tile(D))
 
@@ -408,9 +430,10 @@ def _advance_bwd_launcher(D): return launcher(_mor_advance_bwd_kernel, D=D, **_t
 
 @cache
 def _depth_bwd_launcher(D, N, softmax, has_logits):
-    return launcher(_mor_depth_bwd_kernel, D=D, N=N, SOFTMAX=softmax, LOGITS=has_logits, **_depth_bwd_tile(D))
+    return launcher(_mor_depth_bwd_kernel, D=D, N=N, SOFTMAX=softmax, LOGITS=has_logits, **_depth_bwd_tile(N))
 
-def _depth_bwd_tile(D): return dict(R=max(1, _tile(D)["R"] // 4), C=_tile(D)["C"]) # N sums of a tile's size stay in registers
+def _depth_bwd_tile(N): # N sums of a tile's size stay in registers
+    return dict(R=8 if N <= 3 else 4 if N <= 8 else 2, C=128, num_warps=2)
 
 @cache
 def _depth_router_launcher(D, early): return launcher(_mor_depth_router_kernel, D=D, R=64, C=32, **_pdl(early))
@@ -437,7 +460,7 @@ def _advance_bwd(dtokens, dpassed, selected_before, rank, count_before, K_before
                                  count_before.contiguous(), dh, B, K, K_before, T)
     return dh
 
-# %% ../nbs/33_mor_token_choice.ipynb #b493b598
+# %% ../nbs/33_mor_token_choice.ipynb #df46f104
 def _route_bwd(x, weight, logits, chosen, ratio, dresidual, dtokens, dweights, dbalance, dz, softmax, alpha, temp, factor, need_x,
                need_weight):
     (B, T, D), N = x.shape, len(weight)
@@ -446,12 +469,13 @@ def _route_bwd(x, weight, logits, chosen, ratio, dresidual, dtokens, dweights, d
                            need_x, need_weight)
     if need_weight and not (M and has_logits): outs[-1].zero_()
     if not M or not (need_x or has_logits): return outs
-    strip, add_up = _strip(M, D), need_weight and has_logits
+    C = _depth_bwd_tile(N)["C"]
+    strip, add_up = _strip(M, D, C), need_weight and has_logits
     P = -(-M // strip)
     partial = logits.new_empty(N, P, D) if add_up else None
     given = [t if t is None else t.contiguous() for t in (dresidual, dtokens, dweights, dbalance, dz)]
     launch = _depth_bwd_launcher(D, N, softmax, has_logits)
-    dx, programs = outs[0] if need_x else None, P * -(-D // _tile(D)["C"])
+    dx, programs = outs[0] if need_x else None, P * -(-D // C)
     launch(programs, x.contiguous(), weight.contiguous(), logits, chosen, ratio, *given, dx, partial, alpha, temp, factor, M, strip)
     if add_up: _depth_router_launcher(D, _early(x.device.index))(N * -(-D // 32), partial, outs[-1], temp, P)
     return outs
@@ -834,7 +858,7 @@ class RecursionCache:
         seen = (slots <= own[..., None]) & (slots < self.room)
         return *self.layers[layer], seen[:, None]
 
-# %% ../nbs/33_mor_token_choice.ipynb #b8112227
+# %% ../nbs/33_mor_token_choice.ipynb #95114666
 def aot_cases(
     shapes=((512, 768, 3, "bf16"), (8192, 4096, 4, "fp32"), (20000, 300, 8, "bf16")), # T, D, N, dtype
 ) -> list: # of `Case`
@@ -861,6 +885,6 @@ def _aot_cases(T, D, N, name, rich, early):
                     {n: v for n, v in given.items() if n in names}, num_warps=num_warps)
     later, all_ = dict(selected=("*i64",) * (N - 1), rooms=("i32",) * (N - 1)), dict(h=(x,) * N, dh=(x,) * N, rooms=("i32",) * N)
     one, all_ = dict(h=x, selected="*i64"), all_ | dict(selected=later["selected"])
-    return [case("depth", 1, **_depth_tile(D, N)), case("close_ranks", warps, later, **shape), case("advance", kinds=one),
+    return [case("depth", **_depth_tile(D, N)), case("close_ranks", warps, later, **shape), case("advance", kinds=one),
             case("finish", kinds=all_), case("finish_bwd", kinds=all_), case("advance_bwd"),
-            case("depth_bwd", **_depth_bwd_tile(D)), case("depth_router", R=64, C=32)]
+            case("depth_bwd", **_depth_bwd_tile(N)), case("depth_router", R=64, C=32)]

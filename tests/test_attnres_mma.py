@@ -3,15 +3,18 @@ import pytest
 import torch
 
 from dormouse_fused import attnres
-from dormouse_fused.attnres import AttnResStack, fused_attnres, naive_attnres
+from dormouse_fused.attnres import AttnResStack, Sources, fused_attnres, naive_attnres
 from dormouse_fused.attnres_mma import (
     _mma_attnres_bwd_kernel,
     _mma_attnres_fwd_kernel,
     _multiplied,
+    _wide_attnres_coefs_kernel,
+    _wide_cases,
     aot_cases,
     emulated,
     mma_plan,
     runs_here,
+    wide_plan,
 )  # fmt: skip
 from dormouse_fused.gluon import interpret
 from dormouse_fused.parity import rel_err
@@ -155,6 +158,54 @@ def test_plans(backward):
     assert mma_plan(9, 4096, backward, 90 << 10)[2] == 1
 
 
+def coefficients(L, sources, N, D, warps, ahead, programs, step=None, sharp=1.0):
+    "a, b, the query's gradient of the kernel for many sources, and the same in float64."
+    step = step or D
+    v, q, w, _, do = problem(L, N, D, sharp=sharp)
+    x, nan = torch.stack(v).double(), float("nan")
+    r = torch.rsqrt(x.square().mean(-1) + 1e-6)
+    s = 0.7 * r * (x @ (q * w).double())
+    p, d = s.softmax(0), (x * do.double()).sum(-1)
+    stats, far = torch.full((3, sources, N), nan), torch.full((sources, N, step), nan, dtype=BF16)
+    stats[:, :L], far[:L, :, :D] = torch.stack([p, s, r]), torch.stack(v)
+    coefs, partial = torch.full((2, sources, N), nan), torch.full((1, programs, D), nan)
+    constants = dict(D=D, STEP=step, SOURCES=sources, AHEAD=ahead, WARPS=warps, instead=emulated)
+    interpret(_wide_attnres_coefs_kernel, programs, far.unbind(), do, stats, coefs, partial, N, L, **constants)
+    assert coefs[:, L:].isnan().all()
+    a = p * (d - (p * d).sum(0)) * r
+    got = coefs[0, :L], coefs[1, :L], 0.7 * partial.sum((0, 1)) * w
+    return got, (a, a * s * r / D, oracle(v, q, w, None, do)[-1]), p
+
+
+@pytest.mark.parametrize("L,sources,N,D,warps,ahead,programs,step", [
+    (12, 12, 5, 264, 1, 2, 2, None), (13, 16, 4, 520, 1, 2, 2, 528), (16, 24, 3, 768, 2, 1, 1, None), (32, 32, 3, 264, 2, 2, 4, None),
+    (1, 16, 2, 8, 1, 1, 1, None), (17, 20, 3, 776, 2, 1, 2, 800),
+], ids=str)  # fmt: skip
+def test_coefficients_of_many_sources(L, sources, N, D, warps, ahead, programs, step):
+    got, want, _ = coefficients(L, sources, N, D, warps, ahead, programs, step)
+    for a, b in zip(got, want):
+        assert rel_err(a, b) < 2e-6 if L > 1 else not a.any()
+
+
+def test_many_sources_of_saturated_weights():
+    (*_, dq), want, p = coefficients(16, 16, 4, 128, 1, 1, 1, sharp=60.0)
+    assert p.max(0).values.min() > 0.9
+    assert rel_err(dq, want[-1]) < 1e-5
+
+
+def test_plans_for_many_sources():
+    for L in range(1, 40):
+        for D in (8, 100, 264, 520, 768, 776, 1000, 1024, 1032, 4096):
+            for shared in (99 << 10, 163 << 10, 227 << 10):
+                plan = wide_plan(L, D, shared)
+                assert (plan is None) == (not 12 <= L <= 32 or D % 8 != 0 or D > 1024)
+                if plan:
+                    warps, programs, ahead = plan
+                    assert L <= 16 * warps and programs >= 1 and ahead in (1, 2)
+                    assert programs * (ahead * -(-D // 64) * 128 * (16 * warps + 8) + (1 << 10)) <= shared
+    assert wide_plan(12, 768) == wide_plan(16, 768) == (1, 3, 2) and wide_plan(17, 768) == wide_plan(32, 768) == (2, 3, 1)
+
+
 def test_what_it_is_not_for():
     assert not runs_here([torch.empty(2, 64)], 64)
     assert not INTERPRET or not runs_here([torch.empty(2, 64, dtype=BF16)], 64)
@@ -162,7 +213,7 @@ def test_what_it_is_not_for():
 
 def test_nothing_spills_on_hopper():
     cases = [c for c in aot_cases(((8, 768), (9, 4096))) if "sm_90" in c.targets]
-    assert len(cases) == 8
+    assert len(cases) == 8 + len(_wide_cases()) // 3
     assert all(u.spill == 0 for u in aot_all([c._replace(arch="sm_90") for c in cases]))
 
 
@@ -193,6 +244,51 @@ def test_unaligned_sources_take_the_other_form():
     shifted = [torch.empty(9 * 64 + 1, dtype=BF16, device=DEVICE)[1:].view(9, 64).copy_(t) for t in v]
     assert not runs_here(shifted, 64) and runs_here(v, 64)
     assert rel_err(fused_attnres(q, shifted, w), fused_attnres(q, v, w)) < 3e-3
+
+
+@gpu
+@pytest.mark.parametrize("L,N,D", [(13, 300, 768), (12, 37, 264), (16, 70, 1024), (20, 41, 768), (28, 9, 520), (24, 5000, 768)], ids=str)
+def test_many_sources_beside_triton_s_form(monkeypatch, L, N, D):
+    v, q, w, _, do = problem(L, N, D, device=DEVICE)
+    q, w = q.requires_grad_(), w.requires_grad_()
+
+    def run(unaligned=False):
+        shifted = torch.empty(N * D + 1, dtype=BF16, device=DEVICE)[1:].view(N, D).copy_(v[0])
+        x = (shifted if unaligned else v[0]).detach().requires_grad_()
+        sources = Sources(x, scale=0.7)
+        for t in v[1:]:
+            sources.append(t)
+        return torch.autograd.grad(sources.read(q, w), [x, q, w], do)
+
+    assert runs_here([*v, do], D) and wide_plan(-(-L // 4) * 4, D)
+    fast, again, unaligned = run(), run(), run(True)
+    assert all(torch.equal(a, b) for a, b in zip(fast, again))
+    monkeypatch.setattr(attnres, "wide_launcher", lambda *args: None)
+    monkeypatch.setattr(attnres, "mma_launcher", lambda *args: None)
+    plain, (_, _, dx, *_, dq) = run(), oracle(v, q.detach(), w.detach(), None, do)
+    dw = dq * (q / w).detach()
+    for a, b, c, want in zip(fast, plain, unaligned, (dx, dq, dw)):
+        assert max(rel_err(a, want), rel_err(c, want)) < max(1.2 * rel_err(b, want), 2e-6)
+
+
+@gpu
+@pytest.mark.parametrize("layers", [12, 27])
+def test_a_deep_stack(monkeypatch, layers):
+    "Reads of more than 12 sources, padded to room for a multiple of four."
+    x, queries = randn(130, 768, device=DEVICE).bfloat16().requires_grad_(), (randn(layers + 1, 768, device=DEVICE) / 30).requires_grad_()
+    weight = 1 + randn(768, seed=1, device=DEVICE) / 4
+
+    def run():
+        sources = Sources(x)
+        for q in queries[:-1]:
+            sources.append(torch.tanh(2 * sources.read(q, weight)))
+        return torch.autograd.grad(sources.read(queries[-1], weight).float().square().sum(), [x, queries])
+
+    fast, again = run(), run()
+    assert all(torch.equal(a, b) for a, b in zip(fast, again))
+    monkeypatch.setattr(attnres, "wide_launcher", lambda *args: None)
+    for a, b in zip(fast, run()):
+        assert rel_err(a, b) < 5e-3
 
 
 @gpu

@@ -40,7 +40,8 @@ def problem(B=2, T=13, D=20, dtype=F32, weights=F32, seed=0):
 
 
 def block(numbers):
-    return lambda y, *_: torch.tanh(y * numbers)
+    "In float64: what it rounds is what it takes and gives."
+    return lambda y, *_: torch.tanh(y.double() * numbers.double()).to(y.dtype)
 
 
 def ours(x, router, aux, block_, k, prev=None, watched=False, weighted=True, **options):
@@ -80,13 +81,13 @@ def exact(x, k, more, do=None, prev=None, **options):
     return values(theirs, wide, k, do.double(), prev=prev, places=places, **options)
 
 
-def close(got, want, dtype, weights=F32):
+def close(got, want, dtype, weights=F32, slack=1):
     "In half precision the block's output is rounded, and the router's gradient knows it."
     for n in want:
         kind = dtype if n in ("o", "dx", "dblock") else F32 if n in ("aux_loss", "z_loss") else weights
         assert got[n].dtype == kind, n
         if want[n].any():
-            assert_close(got[n], want[n], max(TOLERANCE[kind], TOLERANCE[dtype] if n == "drouter" else 0), n)
+            assert_close(got[n], want[n], slack * max(TOLERANCE[kind], TOLERANCE[dtype] if n == "drouter" else 0), n)
         else:
             assert not got[n].any(), n
 
@@ -218,8 +219,7 @@ def test_half_precision_is_no_worse_than_pytorch(dtype, options):
     want, _ = exact(x, 13, more, **options)
     narrow, _ = values(theirs, x, 13, places=more["selected_tokens"], **options)
     worse = {n: (rel_err(got[n], want[n]), rel_err(narrow[n], want[n])) for n in want if want[n].any()}
-    slack = {"dblock": 1.1}  # which PyTorch adds up, for both
-    assert all(a <= slack.get(n, 1.02) * b for n, (a, b) in worse.items()), {n: e for n, e in worse.items() if e[0] > e[1]}
+    assert all(a <= 1.02 * b for a, b in worse.values()), {n: e for n, e in worse.items() if e[0] > e[1]}
 
 
 def routed_by(logits, k, **options):
@@ -246,13 +246,15 @@ SCORES = {
 }
 
 
-@pytest.fixture(params=[8192, 8], ids=["held", "read again"])
+@pytest.fixture(params=[(8192, 1), (8192, 4), (8, 1), (8, 2)], ids=["held", "held in parts", "read again", "read again in parts"])
 def held(request, monkeypatch):
-    "Also sequences that are longer than registers hold, in blocks of 8."
+    "Also sequences that are longer than registers hold, in blocks of 8, and programs that seat a part each."
+    most, parts = request.param
     mor._select_launcher.cache_clear()
-    monkeypatch.setattr(mor, "_HELD", request.param)
-    if request.param == 8:
-        monkeypatch.setattr(mor, "_select_shape", lambda T, aux: (dict(BLOCK=8, HELD=T <= 8, STEP=8), 1))
+    monkeypatch.setattr(mor, "_HELD", most)
+    monkeypatch.setattr(mor, "_parts", lambda B, T: parts)
+    if most == 8:
+        monkeypatch.setattr(mor, "_select_shape", lambda parts, T, aux: (dict(BLOCK=8, HELD=T <= 8, STEP=8, PARTS=parts), 1))
     yield request.param
     mor._select_launcher.cache_clear()
 
@@ -498,7 +500,7 @@ def test_two_runs():
 
 def test_strips_of_the_backward(monkeypatch):
     "More tokens than a strip has, and a last one that is shorter."
-    monkeypatch.setattr(mor, "_strip", lambda N, D: 10)
+    monkeypatch.setattr(mor, "_strip", lambda N, D, C: 10)
     agree(problem(2, 13), 5, watched=True)
 
 
@@ -832,7 +834,7 @@ def test_real_sizes(B, T, D, k, dtype):
     got, more = values(ours, x, k, watched=True)
     assert torch.equal(more["selected_tokens"].sort(1).values, more["selected_tokens"])
     want, _ = exact(x, k, more, watched=True)
-    assert all(rel_err(got[n], want[n]) < 2 * TOLERANCE[got[n].dtype] for n in want)
+    close(got, want, dtype, slack=2)
 
 
 @GPU

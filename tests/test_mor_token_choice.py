@@ -42,19 +42,24 @@ def problem(B=2, T=13, D=20, N=3, dtype=F32, weights=F32, seed=0):
     return x | dict(blocks=randn(N, D, seed=seed + 2, dtype=dtype))
 
 
+def block(numbers):
+    "In float64: what it rounds is what it takes and gives."
+    return lambda y, *_: torch.tanh(y.double() * numbers.double()).to(y.dtype)
+
+
 def upstream(x, seed=99):
     return randn(*x["x"].shape, seed=seed, dtype=x["x"].dtype)
 
 
 def ours(x, router, blocks, **options):
-    out, depths = mor_token_choice(x, router, [lambda y, *_, s=s: torch.tanh(y * s) for s in blocks], **options)
+    out, depths = mor_token_choice(x, router, [block(s) for s in blocks], **options)
     return out, depths._asdict() | dict(depths=depths)
 
 
 def theirs(x, router, blocks, like=None, rooms=None, step=None, warmup_steps=0, router_bias=None, **options):
     "Section 3 of the chapter, with depths that are given."
     given = {} if like is None else dict(chosen=like["chosen"], ends=like["depth"])
-    return naive_mor_token_choice(x, router, [lambda y, *_, s=s: torch.tanh(y * s) for s in blocks], bias=router_bias, **given, **options)
+    return naive_mor_token_choice(x, router, [block(s) for s in blocks], bias=router_bias, **given, **options)
 
 
 def values(rule, x, do=None, parts=(1.0, 30.0, 70.0), **options):
@@ -268,7 +273,10 @@ def test_layouts(change):
     x = problem()
     want, more = values(ours, x, rooms=(8, 4))
     got, _ = values(ours, x | dict(x=change(x["x"]), router=turned(x["router"])), change(upstream(x)), rooms=(8, 4))
-    assert same_bits(got, want)
+    if change is moved and not INTERPRET:  # read in other pieces, and added up in another order
+        assert all(rel_err(got[n], want[n].double()) < 1e-6 for n in want)
+    else:
+        assert same_bits(got, want)
     depths, h = more["depths"], more["depths"].tokens.detach()
     tokens, _, _ = advance_token_choice(depths, 1, h)
     assert same_bits(advance_token_choice(depths, 1, change(h))[0], tokens)
@@ -309,9 +317,9 @@ def test_outputs_that_were_not_handed_on():
     want, _ = values(ours, x)
     leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
     depths = route_token_choice(leaves["x"], leaves["router"])
-    h = [torch.tanh(depths.tokens * leaves["blocks"][0])]
+    h = [block(leaves["blocks"][0])(depths.tokens)]
     for i in 1, 2:
-        h.append(torch.tanh(advance_token_choice(depths, i, h[-1])[0] * leaves["blocks"][i]))
+        h.append(block(leaves["blocks"][i])(advance_token_choice(depths, i, h[-1])[0]))
     out = finish_token_choice(depths, h)
     grads = torch.autograd.grad((out * upstream(x)).sum() + 30 * depths.balancing_loss + 70 * depths.z_loss, list(leaves.values()))
     assert same_bits(out.detach(), want["o"]) and all(rel_err(g, want[f"d{n}"].double()) < 1e-6 for n, g in zip(leaves, grads))
@@ -350,7 +358,7 @@ def test_two_runs():
 
 
 def test_strips_of_the_backward(monkeypatch):
-    monkeypatch.setattr(mor, "_strip", lambda N, D: 10)
+    monkeypatch.setattr(mor, "_strip", lambda N, D, C: 10)
     agree(problem())
 
 
