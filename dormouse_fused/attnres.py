@@ -234,12 +234,13 @@ def _attnres_fwd_kernel(residuals, query, rms_weight, output_rms_weight, out, st
             b_o = _mul(_times(rstd, b_o), _row(output_rms_weight, 0, None, D, W))  # (3)
         _put_row(out, n * D, b_o, D, W)
 
-# %% ../nbs/30_attnres.ipynb #227fe5fa
+# %% ../nbs/30_attnres.ipynb #5746327f
 _RESIDENT, _SHARED = 384, 200 << 10 # bytes: of sources in a thread's registers, of rows ahead in shared memory
 
 @cache
 def _multiprocessors(device): return 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
 
+@cache
 def _warps(D): return next((w for w, most in ((1, 1024), (4, 2048), (8, 4096)) if D <= most), 16)
 
 def _fits(L, D, size, warps): return L * D * size <= _RESIDENT * 32 * warps
@@ -263,12 +264,12 @@ def _shape(D, warps): return dict(D=D, W=min(256 * warps, max(16, triton.next_po
 
 def _opaque(dtype): return dtype is torch.bfloat16 and not INTERPRET and not torch.version.hip
 
-# %% ../nbs/30_attnres.ipynb #fd004843
+# %% ../nbs/30_attnres.ipynb #f124fb85
 def _programs(N, D, device, of_one_warp=8, of_four=3, of_more=1):
     "So many that each has equally many tokens; of how many a multiprocessor holds."
     return _even(N, _multiprocessors(device) * {1: of_one_warp, 4: of_four}.get(_warps(D), of_more))
 
-def _even(N, most): return triton.cdiv(N, triton.cdiv(N, most))
+def _even(N, most): return -(-N // -(-N // most)) # triton.cdiv takes 3 us on the host
 
 def _fwd_programs(N, L, D, x): # one for each token where its sources come in batches
     return N if _fwd_batch(L, D, x.dtype) < L else _programs(N, D, x.device)
@@ -341,7 +342,7 @@ def _attnres_bwd_kernel(residuals, dresiduals, do, query, rms_weight, stats, coe
                 b_u = _plus(b_u, a, b_v)
     _put_row(partial, tl.program_id(0) * D, b_u, D, W)  # (7)
 
-# %% ../nbs/30_attnres.ipynb #7569f9da
+# %% ../nbs/30_attnres.ipynb #cfb00aa6
 @triton.jit(do_not_specialize=["P"])
 def _attnres_weights_kernel(partial, query, rms_weight, dquery, drms_weight, doutput, scale, P, D: tl.constexpr, R: tl.constexpr,
                             C: tl.constexpr):
@@ -371,7 +372,7 @@ def _weights(partial, query, rms_weight, output_rms_weight, scale):
     doutput = None if output_rms_weight is None else torch.empty_like(output_rms_weight, memory_format=torch.contiguous_format)
     P, D = partial.shape[1:]
     _weights_launcher(D, 256 if doutput is None else 128)(
-        triton.cdiv(D, 16), partial, query.contiguous(), rms_weight.contiguous(), dquery, dweight, doutput, scale, P)
+        -(-D // 16), partial, query.contiguous(), rms_weight.contiguous(), dquery, dweight, doutput, scale, P)
     return dquery, dweight, doutput
 
 # %% ../nbs/30_attnres.ipynb #d2f5fd7c
@@ -501,7 +502,7 @@ def _read_bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, s
         launch(P, padded, do, mixed, last, stats, coefs, partial, eps, N, L, 0)
     return mixed, coefs, *_weights(partial, query, rms_weight, last, scale)
 
-# %% ../nbs/30_attnres.ipynb #fd134125
+# %% ../nbs/30_attnres.ipynb #3f7ae5f7
 def _bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, scale):
     "Gradients of query, rms_weight, output_rms_weight if there is one, and of every source."
     L, D = len(residuals), do.shape[-1]
@@ -517,7 +518,7 @@ def _bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, scale)
         weights = _weights(partial, query, rms_weight, None, scale)
     else:
         g, coefs, *grads = _read_bwd(do, query, residuals, rms_weight, output_rms_weight, stats, eps, scale)
-        _spread_launcher(D, step, L)(triton.cdiv(N, 16) * triton.cdiv(D, 128), tuple(residuals), tuple(dresiduals), g, *weights,
+        _spread_launcher(D, step, L)(-(-N // 16) * -(-D // 128), tuple(residuals), tuple(dresiduals), g, *weights,
                                      stats, coefs, scale, N)
         weights = grads
     return [*(w for w in weights if w is not None), *dresiduals]
@@ -564,7 +565,7 @@ _op = register("attnres(Tensor query, Tensor[] residuals, Tensor rms_weight, Ten
                " -> (Tensor, Tensor)", _fwd, _fwd_fake, _Flat)
 _call = straight(_op, _fwd, _Flat)
 
-# %% ../nbs/30_attnres.ipynb #3a03d283
+# %% ../nbs/30_attnres.ipynb #91d018d5
 @remembered
 def _check(query, rms_weight, output_rms_weight, *residuals):
     first = residuals[0]
@@ -581,7 +582,7 @@ def _check(query, rms_weight, output_rms_weight, *residuals):
 
 def _check_numbers(rms_eps, scale):
     for name, x in ("rms_eps", rms_eps), ("scale", scale):
-        if not isinstance(x, int | float): raise TypeError(f"{name}: expected a number, got {type(x).__name__}")
+        if not isinstance(x, (int, float)): raise TypeError(f"{name}: expected a number, got {type(x).__name__}")
     if not rms_eps >= 0: raise ValueError(f"rms_eps: expected at least 0, got {rms_eps}")
 
 def fused_attnres(
@@ -606,7 +607,7 @@ def fused_attnres(
     out, stats = _call(query, residuals, rms_weight, output_rms_weight, float(rms_eps), float(scale))
     return (out, stats[0].view(len(residuals), *out.shape[:-1])) if return_weights else out
 
-# %% ../nbs/30_attnres.ipynb #dc25967f
+# %% ../nbs/30_attnres.ipynb #f75ef164
 @triton.jit(do_not_specialize=["READS", "INDEX", "N"])
 def _attnres_pull_kernel(gs, queries, rms_weights, stats, alongs, backs, v, given, out, scale, READS, INDEX, N, D: tl.constexpr,
                          MOST: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
@@ -643,7 +644,7 @@ def _pull(v, reads, index, given, scale):
     v, D = v.contiguous(), v.shape[-1]
     out, N, most = torch.empty_like(v), v.numel() // D, -(-len(reads) // 8) * 8
     columns, given = [_padded(tensors, most) for tensors in zip(*reads)], None if given is None else given.contiguous()
-    _pull_launcher(D, most)(triton.cdiv(N, 16) * triton.cdiv(D, 128), *columns, v, given, out, scale, len(reads), index, N)
+    _pull_launcher(D, most)(-(-N // 16) * -(-D // 128), *columns, v, given, out, scale, len(reads), index, N)
     return out
 
 # %% ../nbs/30_attnres.ipynb #62d24484
