@@ -508,7 +508,7 @@ def _back_cut(gs, residuals, S):
     if plan := _fast([*residuals, *gs], step, L, S, True): return _BackCut(residuals, step, plan, plan.most, True)
     return _BackCut(residuals, step, None, *_bwd_cut(x.shape[-1], _room(L), S, x.itemsize))
 
-# %% ../nbs/31_block_attnres.ipynb #54501c6c
+# %% ../nbs/31_block_attnres.ipynb #04cee5c1
 def _back(cut, gs, dlse, links, query, rms_weight, stats, rstds, shares, works, last, fresh, scale):
     """Backward of phase 1: gradients of query and rms_weight, into works, and into last if given, that of the sources.
 
@@ -533,9 +533,9 @@ def _back(cut, gs, dlse, links, query, rms_weight, stats, rstds, shares, works, 
             coefs = stats.new_empty(j - i, N, 3, stats.shape[-1])
             _coefs_launcher(*key)(_count(N, x.device, 8), residuals, *given, stats[i:j], rstds, coefs, N, L, j - i)
             launch = _spread_launcher(D, step, room, j - i)
-            launch(P * triton.cdiv(D, 128), residuals, works, last, given[0], *weights, coefs, shares[i:j], scale, N, L, now, rows)
+            launch(P * -(-D // 128), residuals, works, last, given[0], *weights, coefs, shares[i:j], scale, N, L, now, rows)
     dquery, dweight = torch.empty_like(query), torch.empty_like(rms_weight)
-    _weights_launcher(D)(S * triton.cdiv(D, 16), shares, query, rms_weight, dquery, dweight, scale, bare, P, rows)
+    _weights_launcher(D)(S * -(-D // 16), shares, query, rms_weight, dquery, dweight, scale, bare, P, rows)
     return dquery, dweight
 
 # %% ../nbs/31_block_attnres.ipynb #4f75be02
@@ -627,7 +627,7 @@ def batched_attnres(
     _check_batched(queries, rms_weights, *residuals)
     return _call_batched(queries, residuals, rms_weights, float(rms_eps), float(scale))[:2]
 
-# %% ../nbs/31_block_attnres.ipynb #3a7f93f1
+# %% ../nbs/31_block_attnres.ipynb #18aa4809
 @cache
 def _merge_bwd_launcher(D, size):
     return launcher(_merge_attnres_bwd_kernel, **_shape(D, _warps(D)), STAGES=_merge_stages(D, size), num_warps=_warps(D))
@@ -652,7 +652,7 @@ def _merged_bwd(do, query, partial, rms_weight, out, stats, scale):
     shares = partial.new_empty(P, D, dtype=torch.float32)
     _merge_bwd_launcher(D, partial.itemsize)(P, do.contiguous(), out.contiguous(), partial, None, query, rms_weight, stats, None, dpartial,
                                              dout, dlse, shares, scale, N)
-    _weights_launcher(D)(triton.cdiv(D, 16), shares, query, rms_weight, dquery, dweight, scale, 0, 0, P)
+    _weights_launcher(D)(-(-D // 16), shares, query, rms_weight, dquery, dweight, scale, 0, 0, P)
     return [dquery, dpartial, dweight, dout, dlse]
 
 def _merged_bwd_fake(do, query, partial, rms_weight, out, stats, scale):

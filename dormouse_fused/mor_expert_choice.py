@@ -416,7 +416,7 @@ def _mor_combine_kernel(x, h, weights, rank, out, N, K, T, D: tl.constexpr, R: t
         b_h *= tl.load(weights + at, mask=sits, other=0.)[:, None]
     tl.store(out + wide[:, None] * D + cols[None, :], cast(b_x + b_h, out.dtype.element_ty), mask=here[:, None] & inside)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #2da47500
+# %% ../nbs/32_mor_expert_choice.ipynb #3d5ffad5
 _HELD = 8192 # tokens whose keys a program keeps in registers
 
 @cache
@@ -453,6 +453,7 @@ def _select_launcher(parts, T, func, aux, threshold, early):
     shape, warps = _select_shape(parts, T, aux)
     return launcher(_mor_select_kernel, FUNC=func, AUX=aux, THRESHOLD=threshold, **shape, **_pdl(early), num_warps=warps)
 
+# %% ../nbs/32_mor_expert_choice.ipynb #98cbd3a8
 @cache
 def _gather_launcher(D, widths, shared, parts, aux, early):
     return launcher(_mor_gather_kernel, D=D, WIDTHS=widths, SHARED=shared, PARTS=parts, AUX=aux, **_tile(D), **_pdl(early))
