@@ -284,7 +284,7 @@ def _sit(logits, watching, prev_rank, selected, weights, rank, first, marks, bef
     bce = tl.where(there, _softplus(tl.where(chosen, -judged, judged)), 0.)  # (4)
     return (later, after), bce, tl.where(there, logit * logit, 0.), right.to(tl.int32), (chosen & shared).to(tl.int32)  # (5)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #ae385d6b
+# %% ../nbs/32_mor_expert_choice.ipynb #bb219abd
 @triton.jit(do_not_specialize=["K", "T", "LAST"])
 def _mor_select_kernel(logits, prev_rank, prev_count, table, step, selected, weights, rank, count, sums, alpha, K, T, LAST,
                        FUNC: tl.constexpr, AUX: tl.constexpr, THRESHOLD: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
@@ -308,11 +308,10 @@ def _mor_select_kernel(logits, prev_rank, prev_count, table, step, selected, wei
     held = _some_keys(logits, prev_rank, T, BLOCK)
     share = tl.cdiv(tl.cdiv(T, STEP), PARTS) * STEP
     start = part * share
-    if AUX:
-        held_aux = _some_keys(watching, prev_rank, T, BLOCK)
     if THRESHOLD:
         prefix, equals = tl.full([], 0x7FFFFFFF if AUX or FUNC != "none" else 0xBEFFFFFF, tl.int64).to(tl.uint32), 0
         if AUX:
+            held_aux = _some_keys(watching, prev_rank, T, BLOCK)
             k = tl.minimum(k, _above(watching, prev_rank, held_aux, prefix, T, BLOCK, HELD))
             before = _ahead(watching, prev_rank, held_aux, prefix, start, T, BLOCK, HELD)
         else:
@@ -323,6 +322,7 @@ def _mor_select_kernel(logits, prev_rank, prev_count, table, step, selected, wei
         equals, before = k - above, _ahead(logits, prev_rank, held, prefix, start, T, BLOCK, HELD)
     marks, taken = (prefix, equals, prefix, equals), (before, before)
     if AUX:
+        held_aux = _some_keys(watching, prev_rank, T, BLOCK)
         prefix_aux, above = _kth_key(watching, prev_rank, held_aux, k, T, BLOCK, HELD)
         marks = (prefix, equals, prefix_aux, k - above)
         taken = (before, _ahead(watching, prev_rank, held_aux, prefix_aux, start, T, BLOCK, HELD))
@@ -416,7 +416,7 @@ def _mor_combine_kernel(x, h, weights, rank, out, N, K, T, D: tl.constexpr, R: t
         b_h *= tl.load(weights + at, mask=sits, other=0.)[:, None]
     tl.store(out + wide[:, None] * D + cols[None, :], cast(b_x + b_h, out.dtype.element_ty), mask=here[:, None] & inside)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #3d5ffad5
+# %% ../nbs/32_mor_expert_choice.ipynb #e35059f8
 _HELD = 8192 # tokens whose keys a program keeps in registers
 
 @cache
@@ -446,12 +446,16 @@ def _parts(B, T): # programs of a sequence: 1024 tokens each, if that makes no m
 def _select_shape(parts, T, aux):
     BLOCK = max(32, triton.next_power_of_2(T)) if T <= _HELD else _HELD // 2
     step = min(BLOCK // parts if T <= BLOCK else BLOCK, 1024 if aux else 2048)
-    return dict(BLOCK=BLOCK, HELD=T <= BLOCK, STEP=step, PARTS=parts), min(16, max(1, BLOCK // 128))
+    return dict(BLOCK=BLOCK, HELD=T <= BLOCK, STEP=step, PARTS=parts), min(8 if aux and T > BLOCK else 16, max(1, BLOCK // 128))
 
 @cache
 def _select_launcher(parts, T, func, aux, threshold, early):
     shape, warps = _select_shape(parts, T, aux)
-    return launcher(_mor_select_kernel, FUNC=func, AUX=aux, THRESHOLD=threshold, **shape, **_pdl(early), num_warps=warps)
+    few = dict(_few(aux and shape["HELD"], early))
+    return launcher(_mor_select_kernel, FUNC=func, AUX=aux, THRESHOLD=threshold, **shape, **_pdl(early), **few, num_warps=warps)
+
+def _few(whole, early): # options; left to itself, the assembler spills to get a second program onto a multiprocessor
+    return (("maxnreg", 128),) if whole and early else ()
 
 # %% ../nbs/32_mor_expert_choice.ipynb #98cbd3a8
 @cache
@@ -607,7 +611,7 @@ def _mor_router_kernel(partial, dweight, daux_weight, temp, P, D: tl.constexpr, 
     if daux_weight is not None:
         tl.store(daux_weight + cols, cast(tl.sum(other, 0), daux_weight.dtype.element_ty), mask=inside)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #1f57a3dd
+# %% ../nbs/32_mor_expert_choice.ipynb #f220a45f
 @cache
 def _combine_bwd_launcher(D): return launcher(_mor_combine_bwd_kernel, D=D, **_tile(D))
 
@@ -615,7 +619,7 @@ def _combine_bwd_launcher(D): return launcher(_mor_combine_bwd_kernel, D=D, **_t
 def _route_bwd_launcher(D, func, aux, has_logits):
     return launcher(_mor_route_bwd_kernel, D=D, FUNC=func, AUX=aux, LOGITS=has_logits, **_route_bwd_tile(D))
 
-def _route_bwd_tile(D): return dict(R=8, C=128, num_warps=2)
+def _route_bwd_tile(D): return dict(R=8 if D % 8 == 0 else 4, C=128, num_warps=2)
 
 @cache
 def _router_launcher(D, early): return launcher(_mor_router_kernel, D=D, R=64, C=32, **_pdl(early))
@@ -863,7 +867,7 @@ def mor_expert_choice(
     routed = route_expert_choice(x, router_weight, mor_top_k(capacity_factor, x.shape[1]), prev, **options)
     return combine_expert_choice(routed, block(routed.tokens, routed), weighted), routed
 
-# %% ../nbs/32_mor_expert_choice.ipynb #309bdfc2
+# %% ../nbs/32_mor_expert_choice.ipynb #33f285c0
 def aot_cases(
     shapes=((512, 768, "bf16"), (8192, 4096, "fp32"), (20000, 300, "bf16")), # T, D, dtype
 ) -> list: # of `Case`
@@ -884,11 +888,11 @@ def _aot_cases(T, D, name, rich, early):
     shape, warps = _select_shape(_parts(1 if rich else 64, T), T, rich)
     fixed = dict(D=D, **_tile(D)) | dict(AUX=rich, EARLY=early, FUNC="tanh" if rich else "sigmoid", LOGITS=True)
     fixed |= dict(WIDTHS=(64, 64) if rich else (), SHARED=(True, False) if rich else ()) | ({} if rich else dict.fromkeys(optional))
-    def case(kernel, num_warps=4, **more):
+    def case(kernel, num_warps=4, options=(), **more):
         names, given = globals()[f"_mor_{kernel}_kernel"].arg_names, fixed | more
         return Case(f"dormouse_fused.mor_expert_choice:_mor_{kernel}_kernel", {n: types[n] for n in names if n not in given},
-                    {n: v for n, v in given.items() if n in names}, num_warps=num_warps)
-    select = [case("select", warps, THRESHOLD=threshold, **shape) for threshold in (False, True)]
+                    {n: v for n, v in given.items() if n in names}, num_warps=num_warps, options=options)
+    select = [case("select", warps, _few(rich and shape["HELD"], early), THRESHOLD=threshold, **shape) for threshold in (False, True)]
     score = case("score", **_score_tile(D))
     gather, back = case("gather", PARTS=shape["PARTS"]), case("route_bwd", **_route_bwd_tile(D))
     return [score, *select, gather, back, case("router", R=64, C=32), *map(case, ("combine", "combine_bwd"))]

@@ -188,7 +188,7 @@ def on_its_device(
         with torch.cuda.device_of(first): return impl(first, *rest)
     return guarded
 
-# %% ../nbs/03_triton.ipynb #aa24e981
+# %% ../nbs/03_triton.ipynb #c0edd934
 def straight(
     op, # from `register`
     impl, # as given to it
@@ -205,11 +205,12 @@ def straight(
 def _heard(args):
     if torch.compiler.is_compiling(): return True
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack(): return True
-    for a in args:
-        if type(a) not in _PLAIN and (isinstance(a, Tensor) or type(a) is list and any([type(x) not in _PLAIN for x in a])): return True
+    if not _PLAIN.issuperset(map(type, args)):
+        for a in args:
+            if type(a) not in _PLAIN and (isinstance(a, Tensor) or type(a) is list and not _PLAIN.issuperset(map(type, a))): return True
     return args[0].is_meta
 
-_PLAIN = Tensor, torch.nn.Parameter, type(None), float, bool, int
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), float, bool, int))
 
 # %% ../nbs/03_triton.ipynb #d2792a32
 def first_order(backward):
@@ -239,7 +240,7 @@ class _L2Norm(torch.autograd.Function):
 
 _l2norm_op = register("l2norm(Tensor x, float eps) -> Tensor", _l2norm_fwd, _like_last, _L2Norm)
 
-# %% ../nbs/03_triton.ipynb #a5b400ed
+# %% ../nbs/03_triton.ipynb #f1c66e11
 def check_tensor(
     name:str, # the argument's name
     x, # its value
@@ -258,6 +259,7 @@ def check_tensor(
     if device is not None and x.device != device: raise ValueError(f"{name}: expected on {device}, got {x.device}")
 
 def _fits(got, want):
+    if got == want: return True
     if want and want[0] is ...:
         if len(got) < len(want) - 1: return False
         got, want = got[len(got) - len(want) + 1:], want[1:]
