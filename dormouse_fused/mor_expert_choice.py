@@ -416,7 +416,7 @@ def _mor_combine_kernel(x, h, weights, rank, out, N, K, T, D: tl.constexpr, R: t
         b_h *= tl.load(weights + at, mask=sits, other=0.)[:, None]
     tl.store(out + wide[:, None] * D + cols[None, :], cast(b_x + b_h, out.dtype.element_ty), mask=here[:, None] & inside)
 
-# %% ../nbs/32_mor_expert_choice.ipynb #e35059f8
+# %% ../nbs/32_mor_expert_choice.ipynb #7ed462da
 _HELD = 8192 # tokens whose keys a program keeps in registers
 
 @cache
@@ -451,10 +451,10 @@ def _select_shape(parts, T, aux):
 @cache
 def _select_launcher(parts, T, func, aux, threshold, early):
     shape, warps = _select_shape(parts, T, aux)
-    few = dict(_few(aux and shape["HELD"], early))
-    return launcher(_mor_select_kernel, FUNC=func, AUX=aux, THRESHOLD=threshold, **shape, **_pdl(early), **few, num_warps=warps)
+    limit = dict(_registers(aux and shape["HELD"], early))
+    return launcher(_mor_select_kernel, FUNC=func, AUX=aux, THRESHOLD=threshold, **shape, **_pdl(early), **limit, num_warps=warps)
 
-def _few(whole, early): # options; left to itself, the assembler spills to get a second program onto a multiprocessor
+def _registers(whole, early): # options; left to itself, the assembler spills to get a second program onto a multiprocessor
     return (("maxnreg", 128),) if whole and early else ()
 
 # %% ../nbs/32_mor_expert_choice.ipynb #98cbd3a8
@@ -867,7 +867,7 @@ def mor_expert_choice(
     routed = route_expert_choice(x, router_weight, mor_top_k(capacity_factor, x.shape[1]), prev, **options)
     return combine_expert_choice(routed, block(routed.tokens, routed), weighted), routed
 
-# %% ../nbs/32_mor_expert_choice.ipynb #33f285c0
+# %% ../nbs/32_mor_expert_choice.ipynb #f3defd63
 def aot_cases(
     shapes=((512, 768, "bf16"), (8192, 4096, "fp32"), (20000, 300, "bf16")), # T, D, dtype
 ) -> list: # of `Case`
@@ -892,7 +892,7 @@ def _aot_cases(T, D, name, rich, early):
         names, given = globals()[f"_mor_{kernel}_kernel"].arg_names, fixed | more
         return Case(f"dormouse_fused.mor_expert_choice:_mor_{kernel}_kernel", {n: types[n] for n in names if n not in given},
                     {n: v for n, v in given.items() if n in names}, num_warps=num_warps, options=options)
-    select = [case("select", warps, _few(rich and shape["HELD"], early), THRESHOLD=threshold, **shape) for threshold in (False, True)]
+    select = [case("select", warps, _registers(rich and shape["HELD"], early), THRESHOLD=threshold, **shape) for threshold in (False, True)]
     score = case("score", **_score_tile(D))
     gather, back = case("gather", PARTS=shape["PARTS"]), case("route_bwd", **_route_bwd_tile(D))
     return [score, *select, gather, back, case("router", R=64, C=32), *map(case, ("combine", "combine_bwd"))]
