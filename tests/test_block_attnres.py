@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from depth import Fault
+from depth import Fault, assert_captured
 
 from dormouse_fused import block_attnres
 from dormouse_fused.attnres import AttnResStack, fused_attnres, naive_attnres, stack_passes
@@ -998,21 +998,9 @@ def prepared(which, seed=0):
 @GPU
 @pytest.mark.parametrize("which", STEPS)
 def test_captured(which):
-    step, args = STEPS[which], prepared(which)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(*args)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(*args)
-    with torch.no_grad():
-        for mine, other in zip(args[:2], prepared(which, 40)[:2]):
-            for n in mine:
-                mine[n].copy_(other[n])
-    graph.replay()
-    assert same_bits(captured, step(*args))
+    args = prepared(which)
+    mine, others = ([x for part in parts[:2] for x in part.values()] for parts in (args, prepared(which, 40)))
+    assert_captured(lambda *_: STEPS[which](*args), mine, others)
 
 
 @GPU

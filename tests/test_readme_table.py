@@ -67,6 +67,12 @@ def test_forward_alone_and_rows_without_a_peer_stay_out(root):
     assert readme_table.NONE in (root / "README.md").read_text()
 
 
+def test_another_form_of_ours_is_no_peer(root):
+    record(root, line("dormouse", "device_ms", 1), line("dormouse_roomy", "device_ms", 2))
+    run(root)
+    assert readme_table.NONE in (root / "README.md").read_text()
+
+
 @pytest.mark.parametrize("text", ["no markers", f"{readme_table.END}\n{readme_table.BEGIN}", readme_table.BEGIN])
 def test_markers_must_be_there(root, capsys, text):
     (root / "README.md").write_text(text)

@@ -48,12 +48,12 @@ def groups(rows):
 
 
 def table(rows):
-    "Markdown lines: one per shape, dtype, pass and peer that were both timed."
+    "Markdown lines: one per shape, dtype, pass and peer that were both timed; other forms of ours are no peers."
     lines = []
     for (op, shape, dtype, pass_), impls in groups(rows).items():
         ours = impls.get("dormouse", {})
         for peer, theirs in impls.items():
-            if peer == "dormouse" or not any(ours.get(m) and theirs.get(m) for m in ("device_ms", "wall_ms")):
+            if peer.startswith("dormouse") or not any(ours.get(m) and theirs.get(m) for m in ("device_ms", "wall_ms")):
                 continue
             cells = [pair(ours.get(metric), theirs.get(metric)) for metric in COLUMNS]
             lines.append(f"| {op} | {shape.replace('_', ' ')} | {dtype} | {pass_} | {peer} | {' | '.join(cells)} |")
@@ -67,7 +67,8 @@ def origin(rows):
     "Where, with what and when the rows were measured."
     def seen(*names):
         return ", ".join(dict.fromkeys(" ".join(row[n] for n in names).strip() for row in rows if all(row[n] for n in names)))
-    peers = [row for row in rows if row["impl"] not in ("dormouse", "torch", "bound") and row["metric"] in COLUMNS]
+    peers = [row for row in rows if not row["impl"].startswith("dormouse") and row["impl"] not in ("torch", "bound")
+             and row["metric"] in COLUMNS]
     versions = ", ".join(dict.fromkeys(f"{row['impl']} {row['version']}" for row in peers if row["version"]))
     return (f"Ours / theirs, and how many times less. {seen('gpu')}; torch {seen('torch')}, Triton {seen('triton')}"
             f"{', ' if versions else ''}{versions}; {seen('date')}. Device time is a CUDA graph replayed, wall time an eager "
