@@ -185,11 +185,12 @@ def _mor_close_ranks_kernel(chosen, sums, depth, rank, count, selected, ratio, b
     else:
         _balance(sums, ratio, balancing_loss, z_loss, factor, M, P, N, 4096 // W, W)
 
-# %% ../nbs/33_mor_token_choice.ipynb #930a0f6d
-@triton.jit(do_not_specialize=["B", "K", "K_BEFORE", "T"])
-def _mor_advance_kernel(h, embeddings, selected, rank, count, tokens, gathered, B, K, K_BEFORE, T, D: tl.constexpr, R: tl.constexpr,
+# %% ../nbs/33_mor_token_choice.ipynb #b0bc066b
+@triton.jit(do_not_specialize=["I", "B", "K", "K_BEFORE", "T"])
+def _mor_advance_kernel(h, embeddings, selected, rank, count, tokens, gathered, I, B, K, K_BEFORE, T, D: tl.constexpr, R: tl.constexpr,
                         C: tl.constexpr, WIDTHS: tl.constexpr, SHARED: tl.constexpr):
-    """x^(i) of (3), packed, for R seats and C columns; rank [B, T] and K_BEFORE are of recursion i - 1."""
+    """x^(I) of (3), packed, for R seats and C columns; K_BEFORE are those of recursion I - 1."""
+    rank, count = rank + (I - 1) * tl.cast(B, tl.int64) * T, count + I * B
     rows, cols = tl.program_id(0) // tl.cdiv(D, C) * R + tl.arange(0, R), tl.program_id(0) % tl.cdiv(D, C) * C + tl.arange(0, C)
     here, b = rows < B * K, (rows // K).to(tl.int64)
     t, sits = tl.load(selected + rows, mask=here, other=0), here & (rows % K < tl.load(count + b, mask=here, other=0))
@@ -267,18 +268,18 @@ def _route_fake(x, weight, bias, step, rooms, steps, softmax, alpha, temp, facto
             x.new_empty(N, B, **whole), x.new_empty((), **real), x.new_empty((), **real), x.new_empty(N, **real),
             x.new_empty(N, B, T, **real), [x.new_empty(B, K, dtype=torch.int64) for K in rooms])
 
-# %% ../nbs/33_mor_token_choice.ipynb #80f2a2cd
-def _advance(h, embeddings, selected, rank, count):
-    (B, K_before, D), (_, K), T = h.shape, selected.shape, rank.shape[1]
-    outs = _advance_fake(h, embeddings, selected, rank, count)
+# %% ../nbs/33_mor_token_choice.ipynb #145dbd83
+def _advance(h, embeddings, selected, selected_before, rank, count, i):
+    (B, K_before, D), (_, K), T = h.shape, selected.shape, rank.shape[2]
+    outs = _advance_fake(h, embeddings, selected)
     if B:
         tables, gathered = tuple([e.contiguous() for e in embeddings]) or None, tuple(outs[1]) or None
         shared = tuple([e.dim() == 2 or len(e) == 1 for e in embeddings])
         launch = _advance_launcher(D, tuple([e.shape[-1] for e in embeddings]), shared)
-        launch(_tiles(B * K, D), h.contiguous(), tables, selected, rank.contiguous(), count, outs[0], gathered, B, K, K_before, T)
+        launch(_tiles(B * K, D), h.contiguous(), tables, selected, rank, count, outs[0], gathered, i, B, K, K_before, T)
     return outs
 
-def _advance_fake(h, embeddings, selected, rank, count):
+def _advance_fake(h, embeddings, selected, *_):
     B, K = selected.shape
     return h.new_empty(B, K, h.shape[2]), [e.new_empty(B, K, e.shape[-1]) for e in embeddings]
 
@@ -319,17 +320,18 @@ def _mor_finish_bwd_kernel(do, h, depth, selected, count, weights, dh, dweights,
         if weights is not None:
             tl.store(dweights + at, tl.sum(b_dw, 1), mask=sits)
 
-# %% ../nbs/33_mor_token_choice.ipynb #67fd0288
-@triton.jit(do_not_specialize=["B", "K", "K_BEFORE", "T"])
-def _mor_advance_bwd_kernel(dtokens, dpassed, selected_before, rank, count_before, dh, B, K, K_BEFORE, T, D: tl.constexpr, R: tl.constexpr,
+# %% ../nbs/33_mor_token_choice.ipynb #9067254f
+@triton.jit(do_not_specialize=["I", "B", "K", "K_BEFORE", "T"])
+def _mor_advance_bwd_kernel(dtokens, dpassed, selected_before, rank, count, dh, I, B, K, K_BEFORE, T, D: tl.constexpr, R: tl.constexpr,
                             C: tl.constexpr):
-    """The gradient of h for R seats of recursion i - 1 and C columns; rank [B, T] and K are of recursion i."""
+    """The gradient of h for R seats of recursion I - 1 and C columns; K are those of recursion I."""
+    rank, count = rank + I * tl.cast(B, tl.int64) * T, count + (I - 1) * B
     rows, cols = tl.program_id(0) // tl.cdiv(D, C) * R + tl.arange(0, R), tl.program_id(0) % tl.cdiv(D, C) * C + tl.arange(0, C)
     here, b = rows < B * K_BEFORE, (rows // K_BEFORE).to(tl.int64)
     t, sits = (rows % K_BEFORE).to(tl.int64), here
     if selected_before is not None:
         t = tl.load(selected_before + rows, mask=here, other=0)
-        sits &= rows % K_BEFORE < tl.load(count_before + b, mask=here, other=0)
+        sits &= rows % K_BEFORE < tl.load(count + b, mask=here, other=0)
     place = tl.load(rank + b * T + t, mask=sits, other=-1)
     goes_on, to, inside = (place >= 0)[:, None], rows.to(tl.int64)[:, None] * D + cols[None, :], (cols < D)[None, :]
     b_dh = tl.load(dtokens + (b * K + place)[:, None] * D + cols[None, :], mask=goes_on & inside, other=0.)
@@ -421,7 +423,7 @@ def _mor_depth_router_kernel(partial, dweight, temp, P, D: tl.constexpr, R: tl.c
         total += tl.load(partial + at, mask=(rows < P)[:, None] & inside[None, :], other=0.)
     tl.store(dweight + i * D + cols, cast(tl.sum(total, 0) / temp, dweight.dtype.element_ty), mask=inside)
 
-# %% ../nbs/33_mor_token_choice.ipynb #a455a080
+# %% ../nbs/33_mor_token_choice.ipynb #49e5990a
 @cache
 def _finish_bwd_launcher(D, N): return launcher(_mor_finish_bwd_kernel, D=D, N=N, **_tile(D))
 
@@ -451,13 +453,13 @@ def _finish_bwd_fake(do, h, weights, depth, selected, count):
     dh = [t.new_empty(t.shape) for t in h]
     return dh if weights is None else [*dh, do.new_empty(weights.shape, dtype=torch.float32)]
 
-def _advance_bwd(dtokens, dpassed, selected_before, rank, count_before, K_before):
-    (B, K, D), T = dtokens.shape, rank.shape[1]
+def _advance_bwd(dtokens, dpassed, selected_before, rank, count, K_before, i):
+    (B, K, D), T = dtokens.shape, rank.shape[2]
     dh = dtokens.new_empty(B, K_before, D)
     if B:
         dpassed = dpassed if dpassed is None else dpassed.contiguous()
-        _advance_bwd_launcher(D)(_tiles(B * K_before, D), dtokens.contiguous(), dpassed, selected_before, rank.contiguous(),
-                                 count_before.contiguous(), dh, B, K, K_before, T)
+        _advance_bwd_launcher(D)(_tiles(B * K_before, D), dtokens.contiguous(), dpassed, selected_before, rank, count, dh, i, B, K,
+                                 K_before, T)
     return dh
 
 # %% ../nbs/33_mor_token_choice.ipynb #df46f104
@@ -519,38 +521,34 @@ _op = register("mor_depths(Tensor x, Tensor weight, Tensor? bias, Tensor? step, 
                _route, _route_fake, _Route)
 _call = straight(_op, _route, _RoutePast)
 
-# %% ../nbs/33_mor_token_choice.ipynb #0a9f110d
-_advance_bwd_op = register("mor_advance_bwd(Tensor dtokens, Tensor? dpassed, Tensor? selected_before, Tensor rank, Tensor count_before,"
-                           " int K_before) -> Tensor", _advance_bwd,
-                           lambda dtokens, dpassed, s, r, c, K: dtokens.new_empty(dtokens.shape[0], K, dtokens.shape[2]))
+# %% ../nbs/33_mor_token_choice.ipynb #0dca94bc
+_advance_bwd_op = register("mor_advance_bwd(Tensor dtokens, Tensor? dpassed, Tensor? selected_before, Tensor rank, Tensor count,"
+                           " int K_before, int i) -> Tensor", _advance_bwd,
+                           lambda dtokens, dpassed, s, r, c, K, _: dtokens.new_empty(dtokens.shape[0], K, dtokens.shape[2]))
 _call_advance_bwd = straight(_advance_bwd_op, _advance_bwd)
 
 class _Advance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, embeddings, selected, rank, count, *before):
-        ctx.save_for_backward(*before)
-        ctx.room = h.shape[1]
+    def forward(ctx, h, embeddings, selected, selected_before, rank, count, i):
+        ctx.save_for_backward(selected_before, rank, count)
+        ctx.room, ctx.i = h.shape[1], i
         ctx.set_materialize_grads(False)
-        return below_autograd(_advance_op, h, embeddings, selected, rank, count, *before)
+        return below_autograd(_advance_op, h, embeddings, selected, selected_before, rank, count, i)
 
     @staticmethod
     @first_order
     def backward(ctx, dtokens, _, dpassed=None):
-        dh = dpassed if dtokens is None else _call_advance_bwd(dtokens, dpassed, *ctx.saved_tensors, ctx.room)
-        return dh, *[None] * 7
+        dh = dpassed if dtokens is None else _call_advance_bwd(dtokens, dpassed, *ctx.saved_tensors, ctx.room, ctx.i)
+        return dh, *[None] * 6
 
 class _AdvancePast(_Advance):
     "`_Advance` that also hands on h."
     @staticmethod
     def forward(ctx, h, *args): return *_Advance.forward(ctx, h, *args), h.view_as(h)
 
-def _advance_impl(h, embeddings, selected, rank, count, selected_before, rank_after, count_before):
-    return _advance(h, embeddings, selected, rank, count)
-
-_advance_op = register("mor_advance(Tensor h, Tensor[] embeddings, Tensor selected, Tensor rank, Tensor count, Tensor? selected_before,"
-                       " Tensor rank_after, Tensor count_before) -> (Tensor, Tensor[])", _advance_impl,
-                       lambda h, embeddings, selected, rank, count, *_: _advance_fake(h, embeddings, selected, rank, count), _Advance)
-_call_advance = straight(_advance_op, _advance_impl, _AdvancePast)
+_advance_op = register("mor_advance(Tensor h, Tensor[] embeddings, Tensor selected, Tensor? selected_before, Tensor rank, Tensor count,"
+                       " int i) -> (Tensor, Tensor[])", _advance, _advance_fake, _Advance)
+_call_advance = straight(_advance_op, _advance, _AdvancePast)
 
 # %% ../nbs/33_mor_token_choice.ipynb #c34037c5
 _finish_bwd_op = register("mor_finish_bwd(Tensor do, Tensor[] h, Tensor? weights, Tensor depth, Tensor[] selected, Tensor count)"
@@ -657,7 +655,7 @@ def route_token_choice(
     residual, tokens = past if past else (x, x)
     return Depths(depth, weights, rank, count, (None, *selected), chosen, balancing_loss, ratio, z_loss, tokens, residual)
 
-# %% ../nbs/33_mor_token_choice.ipynb #fb0ba6ee
+# %% ../nbs/33_mor_token_choice.ipynb #2b06fe1e
 def _check_block(name, h, depths, i):
     (B, _, D), selected = depths.residual.shape, depths.selected_tokens[i]
     check_tensor(name, h, (B, depths.rank.shape[2] if selected is None else selected.shape[1], D), FLOATS, depths.residual.device)
@@ -680,8 +678,8 @@ def advance_token_choice(
             raise ValueError(f"position_embeddings[{n}]: expected shape [1 or {len(h)}, {T}, P], got {list(e.shape)}")
         if e.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"position_embeddings[{n}]: expected a tensor that needs no gradient")
-    tokens, gathered, *passed = _call_advance(h, embeddings, depths.selected_tokens[i], depths.rank[i - 1], depths.count[i],
-                                              depths.selected_tokens[i - 1], depths.rank[i], depths.count[i - 1])
+    before, selected = depths.selected_tokens[i - 1:i + 1]
+    tokens, gathered, *passed = _call_advance(h, embeddings, selected, before, depths.rank, depths.count, i)
     return tokens, tuple(gathered), passed[0] if passed else h
 
 def finish_token_choice(
@@ -858,7 +856,7 @@ class RecursionCache:
         seen = (slots <= own[..., None]) & (slots < self.room)
         return *self.layers[layer], seen[:, None]
 
-# %% ../nbs/33_mor_token_choice.ipynb #95114666
+# %% ../nbs/33_mor_token_choice.ipynb #eb420bdc
 def aot_cases(
     shapes=((512, 768, 3, "bf16"), (8192, 4096, 4, "fp32"), (20000, 300, 8, "bf16")), # T, D, N, dtype
 ) -> list: # of `Case`
@@ -868,9 +866,9 @@ def aot_cases(
 
 def _aot_cases(T, D, N, name, rich, early):
     "All of them; `rich` has whatever is optional, `early` the launches of Hopper."
-    x, types = f"*{name}", dict.fromkeys(("M", "B", "T", "K", "K_BEFORE", "P", "STEPS", "STRIP"), "i32")
+    x, types = f"*{name}", dict.fromkeys(("I", "M", "B", "T", "K", "K_BEFORE", "P", "STEPS", "STRIP"), "i32")
     types |= dict.fromkeys(("alpha", "temp", "factor"), "fp32") | dict(step="*i64", selected_before="*i64")
-    types |= dict.fromkeys(("chosen", "depth", "rank", "count", "count_before"), "*i32")
+    types |= dict.fromkeys(("chosen", "depth", "rank", "count"), "*i32")
     types |= dict.fromkeys(("x", "tokens", "out", "do", "dx", "dh", "dresidual", "dtokens", "dpassed"), x)
     types |= dict.fromkeys(("weight", "bias", "logits", "weights", "sums", "ratio", "balancing_loss", "z_loss", "dweights", "dbalance",
                             "dz", "partial", "dweight"), "*fp32")

@@ -449,8 +449,8 @@ def test_operators_keep_their_contract():
     args = x["x"], x["router"], bias, step, [7, 3], 0, True, 1.0, 1.5, 1.0
     weights, chosen, depth, rank, count, loss, z_loss, ratio, logits, selected = mor._op(*args)
     backward = x["x"], x["router"], logits, chosen, ratio, randn(2, 13, 20), None, weights, loss, z_loss, True, 1.0, 1.5, 1.0, True, True
-    advance = randn(2, 7, 20), [randn(13, 4)], selected[1], rank[1], count[2], selected[0], rank[2], count[1]
-    advance_back = randn(2, 3, 20), randn(2, 7, 20), selected[0], rank[2], count[1], 7
+    advance = randn(2, 7, 20), [randn(13, 4)], selected[1], selected[0], rank, count, 2
+    advance_back = randn(2, 3, 20), randn(2, 7, 20), selected[0], rank, count, 7, 2
     h = [randn(2, K, 20, seed=K) for K in (13, 7, 3)]
     finish, finish_back = (x["x"], h, weights, depth, rank, selected, count), (randn(2, 13, 20), h, weights, depth, selected, count)
 
