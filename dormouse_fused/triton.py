@@ -308,7 +308,55 @@ def l2norm(
     if x.shape[-1] > max(L2NORM_TILES): raise ValueError(f"x: expected D <= {max(L2NORM_TILES)}, got {list(x.shape)}")
     return _l2norm_op(x, eps)
 
-# %% ../nbs/03_triton.ipynb #a7394b6a
+# %% ../nbs/03_triton.ipynb #bda253fe
+def _seen(args):
+    "The values, and what a compiled kernel depends on: dtypes, pointers at multiples of 16, integers of more than 31 bits."
+    values, kinds = [], []
+    for a in args:
+        if isinstance(a, Tensor):
+            value = a.data_ptr()
+            kinds += a.dtype, value % 16 == 0
+        elif type(a) is tuple:
+            value, inside = map(tuple, _seen(a))
+            kinds.append((inside, *[(n == 1, n % 16 == 0) for n in a if type(n) is int])) # they are always looked at
+        else:
+            value = a
+            kinds.append(-2**31 <= a < 2**31 if type(a) is int else type(a))
+        values.append(value)
+    return values, kinds
+
+# %% ../nbs/03_triton.ipynb #34bb6cf2
+def _pattern(args): return tuple([_pattern(a) if type(a) is tuple else Tensor if isinstance(a, Tensor) else type(a) for a in args])
+
+@cache
+def _written(
+    pattern, # of `_pattern`
+): # function of such arguments: values, with addresses for tensors; what a compiled kernel depends on; whether more is to be asked
+    "A function for arguments of a pattern that does what `_seen` does, where addresses are multiples of 16 and integers have 31 bits."
+    lines, kinds, pointers, numbers = [], [], ["0"], []
+    def value(kind, name):
+        if type(kind) is tuple:
+            names = [f"{name}_{i}" for i in range(len(kind))]
+            lines.append(f"({' '.join(n + ',' for n in names)}) = {name}")
+            kinds.extend(f"({n} == 1, {n} % 16 == 0)" for n, k in zip(names, kind) if k is int)
+            return f"({' '.join(value(k, n) + ',' for n, k in zip(names, kind))})"
+        if kind is Tensor:
+            lines.append(f"p{name} = {name}.data_ptr()")
+            kinds.append(f"{name}.dtype")
+            pointers.append(f"p{name}")
+            return f"p{name}"
+        if kind is int: numbers.append(name)
+        else: kinds.append(f"type({name})")
+        return name
+    names = [f"a{i}" for i in range(len(pattern))]
+    values = [value(k, n) for n, k in zip(names, pattern)]
+    odd = f"({' | '.join(pointers)}) & 15"
+    if numbers: odd += f" or not int is {' is '.join(f'type({n})' for n in numbers)} or ({' | '.join(numbers)}) >> 31"
+    lines.append(f"return ({' '.join(v + ',' for v in values)}), ({' '.join(k + ',' for k in kinds)}), {odd}")
+    exec(f"def look({', '.join(names)}):\n    " + "\n    ".join(lines), space := {})
+    return space["look"]
+
+# %% ../nbs/03_triton.ipynb #bb32e8b0
 def launcher(
     kernel, # a `triton.jit` function: run-time arguments first, whole numbers among them in `do_not_specialize`
     same_kind:bool=False, # every launch has the first one's dtypes, pointers at multiples of 16, 32-bit integers: nobody looks
@@ -325,16 +373,28 @@ def launcher(
         for n in reals:
             if type(args[n]) is int: args = *args[:n], float(args[n]), *args[n + 1:]
         return args
-    compiled, compiling = {}, []
+    compiled, compiling, known, look = {}, [], {}, None # compiled by what `_seen` says, known by what `look` says
+    def ask(device, args):
+        "What was compiled for such arguments, and their values; what it was compiled for, if there is nothing yet."
+        nonlocal look
+        values, kinds = _seen(args)
+        key = device if same_kind else (device, *kinds)
+        if run := compiled.get(key):
+            look = _written(_pattern(args))
+            *_, kinds, odd = look(*args)
+            if same_kind or not odd: known[device if same_kind else (device, look, kinds)] = run
+        return run, values, key
     def launch(programs, *args):
         if INTERPRET: return kernel[(programs,)](*args, *constants, **fixed)
-        args = real(args)
+        args, run = real(args), None
         device = torch.cuda.current_device()
-        if same_kind: values, key = _values(args), device
-        else:
-            values, kinds = _seen(args)
-            key = device, *kinds
-        if run := compiled.get(key):
+        if look:
+            try:
+                values, kinds, odd = look(*args)
+                run = known.get(device) if same_kind else None if odd else known.get((device, look, kinds))
+            except (AttributeError, TypeError, ValueError): pass # they are others
+        if not run: run, values, key = ask(device, args)
+        if run:
             if _hooked(): return run[(programs, 1, 1)](*args, *constants)
             stream = torch._C._cuda_getCurrentRawStream(device)
             run.run(programs, 1, 1, stream, run.function, run.packed_metadata, None, None, None, *values, *constants)
@@ -353,24 +413,6 @@ def launcher(
         return True
     launch.prepare = prepare
     return launch
-
-def _values(args): return [a.data_ptr() if isinstance(a, Tensor) else tuple(_values(a)) if type(a) is tuple else a for a in args]
-
-def _seen(args):
-    "The values, and what a compiled kernel depends on: dtypes, pointers at multiples of 16, integers of more than 31 bits."
-    values, kinds = [], []
-    for a in args:
-        if isinstance(a, Tensor):
-            value = a.data_ptr()
-            kinds += a.dtype, value % 16 == 0
-        elif type(a) is tuple:
-            value, inside = map(tuple, _seen(a))
-            kinds.append((inside, *[(n == 1, n % 16 == 0) for n in a if type(n) is int])) # they are always looked at
-        else:
-            value = a
-            kinds.append(-2**31 <= a < 2**31 if type(a) is int else type(a))
-        values.append(value)
-    return values, kinds
 
 def _hooked():
     "Whether a profiler has asked Triton to tell it of launches."

@@ -430,7 +430,55 @@ def test_what_a_compiled_kernel_depends_on():
     seen = [dt._seen(args) for args in cases]
     assert len({tuple(kinds) for _, kinds in seen}) == len(cases)
     assert dt._seen([(4, 5), 16])[1] == dt._seen([(6, 7), 1])[1]
-    assert all(values == dt._values(args) for (values, _), args in zip(seen, cases))
+    for n, ((values, _), args) in enumerate(zip(seen, cases)):
+        got, _, odd = dt._written(dt._pattern(args))(*args)
+        assert list(got) == values and bool(odd) == (n in (4, 7, 11))
+
+
+def test_launches_find_what_was_compiled_for_such_arguments(monkeypatch):
+    "Whatever came before: other dtypes, nothing where a tensor was, a tuple of other length, an address off by four bytes."
+    compiled, ran = [], []
+
+    class Compiled:
+        packed_metadata = None
+
+        def __init__(self, args):
+            self.function = dt._seen(args)[1]
+
+        def run(self, *args):
+            ran.append((self.function, args[9:]))
+
+    class Kernel:
+        arg_names, do_not_specialize = ["x", "y", "many", "scale", "N"], ["N"]
+
+        def __getitem__(self, grid):
+            def first(*args):
+                compiled.append(args)
+                return Compiled(args)
+
+            return first
+
+    monkeypatch.setattr(dt, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    x, long = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
+    parameter = torch.nn.Parameter(torch.zeros(8))
+    kinds = [
+        (x, x, (x, x), 0.5, 7), (x, None, (x, x), 0.5, 7), (x.double(), x, (x, x), 0.5, 7), (x[1:], x, (x, x), 0.5, 7),
+        (x, x, (x,), 0.5, 7), (x, x, (x, None), 0.5, 7), (x, x, None, 0.5, 7), (x, x, (x, x), 0.5, 1 << 40),
+        (x, x, (x, x[1:]), 0.5, 7), (x, x, (x, 16), 0.5, 7), (x, x, (x, 15), 0.5, 7),
+        (x, x, (x, long), 0.5, 7), (x, x, (x, x), 0.5, True), (x, 3, (x, x), 0.5, 7), (x, long, (x, x), 0.5, 7),
+    ]  # fmt: skip
+    launch = dt.launcher(Kernel())
+    calls = [kind for kind in kinds for _ in range(3)] + [kinds[i] for i in torch.randint(len(kinds), (300,)).tolist()]
+    calls += [(parameter, x, (x, x), 0.25, -9), (x, x, (parameter, x), 1, 0), (x, x, (x, x), 0.5, -(1 << 31) - 1)]
+    for args in calls:
+        launch(1, *args)
+    assert len(compiled) == len(kinds) and len(ran) == len(calls) - len(kinds)
+    rest = [args for i, args in enumerate(calls) if i >= 3 * len(kinds) or i % 3]
+    for (function, values), args in zip(ran, rest, strict=True):
+        wanted, seen = dt._seen((*args[:3], float(args[3]), args[4]))
+        assert function == seen and list(values) == wanted
 
 
 def test_a_function_asks_the_dispatcher_only_if_somebody_listens():
