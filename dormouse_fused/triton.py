@@ -356,7 +356,7 @@ def _written(
     exec(f"def look({', '.join(names)}):\n    " + "\n    ".join(lines), space := {})
     return space["look"]
 
-# %% ../nbs/03_triton.ipynb #bb32e8b0
+# %% ../nbs/03_triton.ipynb #9e3eca56
 def launcher(
     kernel, # a `triton.jit` function: run-time arguments first, whole numbers among them in `do_not_specialize`
     same_kind:bool=False, # every launch has the first one's dtypes, pointers at multiples of 16, 32-bit integers: nobody looks
@@ -387,7 +387,7 @@ def launcher(
     def launch(programs, *args):
         if INTERPRET: return kernel[(programs,)](*args, *constants, **fixed)
         args, run = real(args), None
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice() # the current one; CUDA is started, for there are tensors
         if look:
             try:
                 values, kinds, odd = look(*args)

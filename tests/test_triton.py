@@ -409,7 +409,7 @@ def test_launcher_takes_an_int_where_a_real_number_is_meant(monkeypatch):
             return first
 
     monkeypatch.setattr(dt, "INTERPRET", False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     x = torch.zeros(4)
     for same_kind in (True, False):
@@ -459,7 +459,7 @@ def test_launches_find_what_was_compiled_for_such_arguments(monkeypatch):
             return first
 
     monkeypatch.setattr(dt, "INTERPRET", False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     x, long = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
     parameter = torch.nn.Parameter(torch.zeros(8))
