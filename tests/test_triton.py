@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -388,36 +389,37 @@ def test_registers_of_a_running_product(code, registers):
     assert [n for _, n, _ in dt.operand_hazards(product(*code))] == registers
 
 
-def test_launcher_takes_an_int_where_a_real_number_is_meant(monkeypatch):
-    "Triton compiles an int's kind into the kernel, and the value 1 itself; the next call's scale would be ignored."
-    heard = []
+class Noting:
+    "A kernel that runs nothing and notes the arguments of each launch, and what was compiled for it."
 
-    class Compiled:
-        function = packed_metadata = None
+    def __init__(self, arg_names, do_not_specialize):
+        self.arg_names, self.do_not_specialize, self.compiled, self.heard = arg_names, do_not_specialize, 0, []
 
-        def run(self, *args):
-            heard.append(args[9:])
+    def __getitem__(self, grid):
+        return self.first
 
-    class Kernel:
-        arg_names, do_not_specialize = ["x", "scale", "T", "C"], ["T"]
+    def first(self, *args):
+        kinds = dt._seen(args)[1]
+        self.compiled += 1
+        self.heard.append((kinds, dt._seen(args)[0]))
+        return SimpleNamespace(function=None, packed_metadata=None, run=lambda *a: self.heard.append((kinds, list(a[9:]))))
 
-        def __getitem__(self, grid):
-            def first(*args):
-                heard.append(args)
-                return Compiled()
 
-            return first
-
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(dt, "INTERPRET", False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    x = torch.zeros(4)
-    for same_kind in (True, False):
-        heard.clear()
-        launch = dt.launcher(Kernel(), same_kind, C=64)
-        for scale in (1, 0.5, 2):
-            launch(1, x, scale, 7)
-        assert [(a[1], type(a[1]), a[2], type(a[2])) for a in heard] == [(float(s), float, 7, int) for s in (1, 0.5, 2)]
+
+
+@pytest.mark.parametrize("same_kind", [True, False])
+def test_launcher_takes_an_int_where_a_real_number_is_meant(as_on_a_gpu, same_kind):
+    "Triton compiles an int's kind into the kernel, and the value 1 itself; the next call's scale would be ignored."
+    x, kernel = torch.zeros(4), Noting(["x", "scale", "T", "C"], ["T"])
+    launch = dt.launcher(kernel, same_kind, C=64)
+    for scale in (1, 0.5, 2):
+        launch(1, x, scale, 7)
+    assert [(a[1], type(a[1]), a[2], type(a[2])) for _, a in kernel.heard] == [(float(s), float, 7, int) for s in (1, 0.5, 2)]
 
 
 def test_what_a_compiled_kernel_depends_on():
@@ -435,50 +437,25 @@ def test_what_a_compiled_kernel_depends_on():
         assert list(got) == values and bool(odd) == (n in (4, 7, 11))
 
 
-def test_launches_find_what_was_compiled_for_such_arguments(monkeypatch):
+def test_launches_find_what_was_compiled_for_such_arguments(as_on_a_gpu):
     "Whatever came before: other dtypes, nothing where a tensor was, a tuple of other length, an address off by four bytes."
-    compiled, ran = [], []
-
-    class Compiled:
-        packed_metadata = None
-
-        def __init__(self, args):
-            self.function = dt._seen(args)[1]
-
-        def run(self, *args):
-            ran.append((self.function, args[9:]))
-
-    class Kernel:
-        arg_names, do_not_specialize = ["x", "y", "many", "scale", "N"], ["N"]
-
-        def __getitem__(self, grid):
-            def first(*args):
-                compiled.append(args)
-                return Compiled(args)
-
-            return first
-
-    monkeypatch.setattr(dt, "INTERPRET", False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     x, long = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
     parameter = torch.nn.Parameter(torch.zeros(8))
     kinds = [
         (x, x, (x, x), 0.5, 7), (x, None, (x, x), 0.5, 7), (x.double(), x, (x, x), 0.5, 7), (x[1:], x, (x, x), 0.5, 7),
         (x, x, (x,), 0.5, 7), (x, x, (x, None), 0.5, 7), (x, x, None, 0.5, 7), (x, x, (x, x), 0.5, 1 << 40),
-        (x, x, (x, x[1:]), 0.5, 7), (x, x, (x, 16), 0.5, 7), (x, x, (x, 15), 0.5, 7),
-        (x, x, (x, long), 0.5, 7), (x, x, (x, x), 0.5, True), (x, 3, (x, x), 0.5, 7), (x, long, (x, x), 0.5, 7),
+        (x, x, (x, x[1:]), 0.5, 7), (x, x, (x, 16), 0.5, 7), (x, x, (x, 15), 0.5, 7), (x, long, (x, x), 0.5, 7),
+        (x, x, (x, long), 0.5, 7), (x, x, (x, x), 0.5, True), (x, 3, (x, x), 0.5, 7),
     ]  # fmt: skip
-    launch = dt.launcher(Kernel())
     calls = [kind for kind in kinds for _ in range(3)] + [kinds[i] for i in torch.randint(len(kinds), (300,)).tolist()]
     calls += [(parameter, x, (x, x), 0.25, -9), (x, x, (parameter, x), 1, 0), (x, x, (x, x), 0.5, -(1 << 31) - 1)]
+    kernel = Noting(["x", "y", "many", "scale", "N"], ["N"])
+    launch = dt.launcher(kernel)
     for args in calls:
         launch(1, *args)
-    assert len(compiled) == len(kinds) and len(ran) == len(calls) - len(kinds)
-    rest = [args for i, args in enumerate(calls) if i >= 3 * len(kinds) or i % 3]
-    for (function, values), args in zip(ran, rest, strict=True):
-        wanted, seen = dt._seen((*args[:3], float(args[3]), args[4]))
-        assert function == seen and list(values) == wanted
+    assert kernel.compiled == len(kinds)
+    for (compiled_for, values), (*tensors, scale, n) in zip(kernel.heard, calls, strict=True):
+        assert (values, compiled_for) == dt._seen((*tensors, float(scale), n))
 
 
 def test_a_function_asks_the_dispatcher_only_if_somebody_listens():
