@@ -20,7 +20,8 @@ def main() -> int:
 
     nbdev_export.__wrapped__()
     for chapter in chapters:
-        papermill.execute_notebook(chapter.path, chapter.path, cwd=chapter.path.parent, kernel_name="python3")
+        how = dict(cwd=chapter.path.parent, kernel_name="python3", coalesce_streams=True)  # a cell's prints in one piece
+        papermill.execute_notebook(chapter.path, chapter.path, **how)
         nbdev_clean(str(chapter.path))
     return 0
 
