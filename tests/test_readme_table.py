@@ -44,6 +44,14 @@ def test_ours_beside_theirs_and_where_from(root):
     assert "front.svg" not in text and text.startswith("# A\n") and text.endswith("```\n")
 
 
+@pytest.mark.parametrize("impl", ["fla", *readme_table.APART])
+def test_it_says_who_was_measured_otherwise(root, impl):
+    record(root, line("dormouse", "device_ms", 1), line(impl, "device_ms", 2))
+    run(root)
+    text = (root / "README.md").read_text()
+    assert [name for name, sentence in readme_table.APART.items() if sentence in text] == [impl] * (impl in readme_table.APART)
+
+
 def test_the_figure_is_named_once_it_exists(root):
     record(root, line("dormouse", "device_ms", 1), line("fla", "device_ms", 2))
     (root / "figures" / "front.svg").write_text("<svg/>")

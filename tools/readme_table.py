@@ -12,6 +12,7 @@ BEGIN, END = "<!-- records: begin (tools/readme_table.py) -->", "<!-- records: e
 COLUMNS = {"device_ms": "device, ms", "wall_ms": "wall, ms", "peak_mib": "peak, MiB", "launches": "launches"}
 PASSES = ("fwd+bwd", "step")
 NONE = "No measurement is recorded yet: `make record CHAPTER=10` on a GPU host writes the first."
+APART = {"flash_attn_res": "flash_attn_res was measured after ours, its device time as the sum of its kernels' times."}
 
 
 def read_rows(folder):
@@ -73,7 +74,8 @@ def origin(rows):
     return (f"Ours / theirs, and how many times less. {seen('gpu')}; torch {seen('torch')}, Triton {seen('triton')}"
             f"{', ' if versions else ''}{versions}; {seen('date')}. Device time is a CUDA graph replayed, wall time an eager "
             "call, memory what a call adds to its inputs. Both sides were measured in one process, turn by turn. fp32 is float32 "
-            "at PyTorch's precision highest; fla multiplies it in TF32 all the same.")
+            "at PyTorch's precision highest; fla multiplies it in TF32 all the same."
+            + "".join(f" {text}" for impl, text in APART.items() if any(row["impl"] == impl for row in peers)))
 
 
 def block(root):
