@@ -356,7 +356,7 @@ def _written(
     exec(f"def look({', '.join(names)}):\n    " + "\n    ".join(lines), space := {})
     return space["look"]
 
-# %% ../nbs/03_triton.ipynb #9e3eca56
+# %% ../nbs/03_triton.ipynb #8f099ed5
 def launcher(
     kernel, # a `triton.jit` function: run-time arguments first, whole numbers among them in `do_not_specialize`
     same_kind:bool=False, # every launch has the first one's dtypes, pointers at multiples of 16, 32-bit integers: nobody looks
@@ -380,18 +380,18 @@ def launcher(
         values, kinds = _seen(args)
         key = device if same_kind else (device, *kinds)
         if run := compiled.get(key):
-            look = _written(_pattern(args))
-            *_, kinds, odd = look(*args)
-            if same_kind or not odd: known[device if same_kind else (device, look, kinds)] = run
+            look = apart = _written(_pattern(args))
+            *_, kinds, odd = apart(*args)
+            if same_kind or not odd: known[device if same_kind else (device, apart, kinds)] = run
         return run, values, key
     def launch(programs, *args):
         if INTERPRET: return kernel[(programs,)](*args, *constants, **fixed)
-        args, run = real(args), None
+        args, run, apart = real(args), None, look # another thread may change what look is
         device = torch._C._cuda_getDevice() # the current one; CUDA is started, for there are tensors
-        if look:
+        if apart:
             try:
-                values, kinds, odd = look(*args)
-                run = known.get(device) if same_kind else None if odd else known.get((device, look, kinds))
+                values, kinds, odd = apart(*args)
+                run = known.get(device) if same_kind else None if odd else known.get((device, apart, kinds))
             except (AttributeError, TypeError, ValueError): pass # they are others
         if not run: run, values, key = ask(device, args)
         if run:
